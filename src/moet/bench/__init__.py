@@ -1,0 +1,1 @@
+"""Result files of benchmarks and evaluations, and the tables rendered from them."""

@@ -1,0 +1,44 @@
+"""Which tables there are: the result file of each, its columns, the rows it keeps."""
+
+from __future__ import annotations
+
+from moet.bench.tables import Column, Table, number, text
+
+TABLES: dict[str, Table] = {
+    "kernels-cpu": Table(
+        "kernels-cpu.json",
+        (
+            Column("expert shape", text("shape")),
+            Column("weights", text("precision")),
+            Column("tokens", number("tokens")),
+            Column("µs", number("us")),
+            Column("packed GB/s", number("gbps", 2)),
+            Column("of read bandwidth", number("fraction_of_read_bandwidth", 0, 100, " %")),
+            Column("× dequantize + matmul", number("vs_dequantize", 1)),
+        ),
+    ),
+    "fidelity": Table(
+        "fidelity-level0.json",
+        (
+            Column("model", text("model")),
+            Column("experts", text("scheme")),
+            Column("text", text("segment")),
+            Column("KL to FP4, nats", number("kl", 3)),
+            Column("± s.e.", number("kl_se", 3)),
+            Column("same top-1", number("top1", 1, 100, " %")),
+            Column("relative RMS", number("rms", 3)),
+        ),
+        keep=lambda row: row.get("segment") == "mean",
+    ),
+    "packing": Table(
+        "packing-cpu.json",
+        (
+            Column("experts in the checkpoint, GB", number("checkpoint_gb", 2)),
+            Column("format", text("format")),
+            Column("seconds", number("seconds")),
+            Column("checkpoint GB/s", number("gb_per_s", 3)),
+            Column("million weights/s", number("weights_per_s", 0, 1e-6)),
+            Column("peak memory, MB", number("peak_rss_mb")),
+        ),
+    ),
+}

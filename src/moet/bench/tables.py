@@ -1,0 +1,111 @@
+"""Renders the tables of the docs from result files; `--check` fails when one differs.
+
+A table stands in a Markdown file between `<!-- table NAME -->` and `<!-- /table -->`.
+Run as `python -m moet.bench.tables [--check]` from the checkout's root.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moet.bench.results import Row, read_result
+from moet.errors import MoetError
+
+MARK = re.compile(r"(<!-- table (?P<name>[\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
+RESULTS = Path("bench/results")
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: its heading, and the text of a row's cell."""
+
+    heading: str
+    cell: Callable[[Row], str]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table over the rows of one result file."""
+
+    result: str
+    columns: tuple[Column, ...]
+    keep: Callable[[Row], bool] = lambda row: True
+
+
+def number(key: str, digits: int = 0, scale: float = 1.0, unit: str = "") -> Callable[[Row], str]:
+    """A cell with a number of the row, `scale` times, with `digits` decimals; blank if absent."""
+
+    def cell(row: Row) -> str:
+        value = row.get(key)
+        return "" if value is None else f"{float(value) * scale:,.{digits}f}{unit}"
+
+    return cell
+
+
+def text(key: str) -> Callable[[Row], str]:
+    """A cell with the row's own text."""
+    return lambda row: str(row.get(key, ""))
+
+
+def render(table: Table, results: Path = RESULTS) -> str:
+    """The Markdown table, and a line that says where its figures come from."""
+    content = read_result(results / table.result)
+    rows = [row for row in content["rows"] if table.keep(row)]
+    if not rows:
+        raise MoetError(f"{results / table.result}: no rows for this table.")
+    lines = ["| " + " | ".join(column.heading for column in table.columns) + " |"]
+    lines.append("|" + "---|" * len(table.columns))
+    for row in rows:
+        lines.append("| " + " | ".join(column.cell(row) for column in table.columns) + " |")
+    return "\n".join([*lines, "", _source(table.result, content)])
+
+
+def _source(name: str, content: dict[str, Any]) -> str:
+    environment = content.get("environment", {})
+    where = ", ".join(
+        str(environment[key]) for key in ("gpu", "cpu", "cores", "date") if environment.get(key)
+    ).replace(f", {environment.get('cores')},", f", {environment.get('cores')} cores,")
+    return f"*From `bench/results/{name}` (`{content.get('command', '')}`; {where}).*"
+
+
+def update(page: str, tables: dict[str, Table], results: Path = RESULTS) -> str:
+    """`page` with every marked table rendered anew; raises MoetError for an unknown name."""
+
+    def replace(match: re.Match[str]) -> str:
+        name = match["name"]
+        if name not in tables:
+            raise MoetError(f"no table {name!r}; there are {', '.join(sorted(tables))}.")
+        return f"{match[1]}{render(tables[name], results)}\n{match[3]}"
+
+    return MARK.sub(replace, page)
+
+
+def pages() -> Iterable[Path]:
+    return [Path("README.md"), *sorted(Path("docs").glob("*.md"))]
+
+
+def main(arguments: list[str]) -> int:
+    from moet.bench.definitions import TABLES
+
+    check, stale = "--check" in arguments, []
+    for path in pages():
+        page = path.read_text()
+        fresh = update(page, TABLES)
+        if fresh != page:
+            stale.append(str(path))
+            if not check:
+                path.write_text(fresh)
+    if check and stale:
+        print(f"tables differ from bench/results in {', '.join(stale)}: run `make tables`.")
+        return 1
+    print("tables are up to date" if not stale else f"rewrote {', '.join(stale)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
