@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -74,6 +74,23 @@ class ExpertSource:
                 return self.down
 
 
+class ExpertWeights(NamedTuple):
+    """An expert decoded: gate and up [intermediate, hidden], down [hidden, intermediate]."""
+
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+
+
+class ExpertTensor(NamedTuple):
+    """What the name of a routed expert's tensor says; `suffix` is the part, e.g. `weight_scale`."""
+
+    layer: int
+    expert: int
+    projection: Projection
+    suffix: str
+
+
 class Family(ABC):
     """A line of models that share config keys and tensor names.
 
@@ -90,6 +107,19 @@ class Family(ABC):
     @abstractmethod
     def expert_prefix(self, layer: int, expert: int, projection: Projection) -> str:
         """The tensor name up to the part, e.g. `model.layers.3.mlp.experts.7.gate_proj`."""
+
+    @abstractmethod
+    def parse_expert(self, name: str) -> ExpertTensor | None:
+        """The inverse of `expert_prefix`; None for every tensor that is not a routed expert's."""
+
+    def is_expert_tensor(self, geometry: Geometry, name: str) -> bool:
+        """Whether `name` is a tensor of one of the model's routed experts."""
+        found = self.parse_expert(name)
+        return (
+            found is not None
+            and found.layer in geometry.moe_layers
+            and found.expert < geometry.num_experts
+        )
 
 
 FAMILIES: Registry[Family] = Registry("model family")

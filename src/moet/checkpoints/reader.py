@@ -1,0 +1,256 @@
+"""Streaming reader of official checkpoints: one expert at a time, never a layer."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moet.checkpoints.base import (
+    PROJECTIONS,
+    ExpertSource,
+    ExpertWeights,
+    Family,
+    Geometry,
+    MatrixSource,
+    Projection,
+    TensorRef,
+)
+from moet.checkpoints.directory import (
+    SINGLE,
+    collect_tensors,
+    open_shard,
+    read_json,
+    repository_name,
+    weight_map,
+)
+from moet.checkpoints.experts import LayerExperts, Located, match_experts, matrix_shape
+from moet.checkpoints.families import family_of
+from moet.checkpoints.headers import identity, read_header
+from moet.checkpoints.storage import declared_storage
+from moet.errors import CheckpointError
+from moet.formats.base import FORMATS
+
+TORCH_DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "I16": torch.int16, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I32": torch.int32, "F32": torch.float32, "I64": torch.int64, "F64": torch.float64,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """An official checkpoint directory, opened and checked; a context manager.
+
+    Reading is thread-safe: every read is a `pread` into fresh memory. Close it after the last one.
+
+    Attributes:
+        path: the directory. name: its repository's or its own name. revision: the commit, where
+            the directory is one of the Hugging Face cache, else None.
+        config: config.json. identity: hash of the checkpoint in hex (see `headers.identity`).
+        family, geometry: of the model; draft layers that the files leave out are left out here.
+        tensors: every tensor of the checkpoint by name.
+    """
+
+    path: Path
+    name: str
+    revision: str | None
+    config: Mapping[str, Any]
+    identity: str
+    family: Family
+    geometry: Geometry
+    tensors: Mapping[str, TensorRef]
+    _layers: Mapping[int, LayerExperts]
+    _files: dict[str, int]
+
+    def __post_init__(self) -> None:
+        weakref.finalize(self, _close, self._files)
+
+    @classmethod
+    def open(cls, path: str | Path) -> Checkpoint:
+        """Opens every shard and checks headers, index and expert tensors; reads no weights.
+
+        Raises CheckpointError naming the file or tensor that is missing, damaged or unsupported.
+        """
+        path = Path(path)
+        if not path.is_dir():
+            raise CheckpointError(
+                f"{path} is not a directory.", "Give the directory of a downloaded checkpoint."
+            )
+        raw, config = read_json(path / "config.json")
+        modelopt = path / "hf_quant_config.json"
+        family = family_of(config)
+        geometry = family.geometry(config)
+        declared = declared_storage(config, read_json(modelopt)[1] if modelopt.exists() else None)
+        table = weight_map(path)
+        files: dict[str, int] = {}
+        try:
+            for file in sorted(set(table.values())) if table else [SINGLE]:
+                files[file] = open_shard(path / file)
+            headers = [read_header(file, fd) for file, fd in files.items()]
+            tensors = collect_tensors(headers, table)
+            geometry, layers = match_experts(family, geometry, tensors, declared)
+        except BaseException:
+            _close(files)
+            raise
+        return cls(
+            path,
+            *repository_name(path),
+            config,
+            identity(raw, headers),
+            family,
+            geometry,
+            tensors,
+            layers,
+            files,
+        )
+
+    def close(self) -> None:
+        """Closes the files; reading afterwards is an error."""
+        _close(self._files)
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def is_expert_tensor(self, name: str) -> bool:
+        """Whether `name` is a tensor of one of the model's routed experts."""
+        return self.family.is_expert_tensor(self.geometry, name)
+
+    def expert_format(self, layer: int) -> str:
+        """The block format of a layer's experts; draft layers may have another than the rest."""
+        return self._layer(layer).storage.format
+
+    def expert_bytes(self, layer: int) -> int:
+        """Stored bytes of one expert of a layer, scales included."""
+        return sum(ref.nbytes for ref in _refs(self.locate(layer, 0)))
+
+    def locate(self, layer: int, expert: int) -> Located:
+        """Where the parts of an expert's matrices are: projection → part → tensor."""
+        return self._layer(layer).located[expert]
+
+    def read_order(self, layer: int) -> list[int]:
+        """The layer's experts in the order of their first bytes on disk."""
+
+        def place(expert: int) -> tuple[str, int]:
+            return min((ref.file, ref.offset) for ref in _refs(self.locate(layer, expert)))
+
+        return sorted(range(self.geometry.num_experts), key=place)
+
+    def read_expert(self, layer: int, expert: int) -> ExpertSource:
+        """An expert's matrices as stored; reads the bytes of its parts and nothing else."""
+        storage, located = self._layer(layer).storage, self.locate(layer, expert)
+        matrices = []
+        for projection in PROJECTIONS:
+            shape = matrix_shape(self.geometry, projection)
+            parts = {}
+            for stored in storage.parts:
+                tensor = self._read(located[projection][stored.part])
+                # Widens a BF16 scale and drops the dimension of a [1] factor: both exact.
+                dtype = TORCH_DTYPES[stored.dtypes[0]]
+                parts[stored.part] = tensor.to(dtype).reshape(stored.shape(*shape))
+            matrices.append(MatrixSource(storage.format, shape, parts))
+        return ExpertSource(*matrices)
+
+    def decode_expert(
+        self,
+        layer: int,
+        expert: int,
+        source: ExpertSource | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> ExpertWeights:
+        """An expert's weights, exact. source: what `read_expert` returned, to save reading again.
+
+        Raises CheckpointError naming the tensor and file whose scale is NaN, infinite or negative.
+        """
+        source = source or self.read_expert(layer, expert)
+        matrices = (
+            self._decode(source[projection], layer, expert, projection, dtype)
+            for projection in PROJECTIONS
+        )
+        return ExpertWeights(*matrices)
+
+    def read_tensor(self, name: str) -> Tensor:
+        """Any tensor of the checkpoint, as stored."""
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.path} has no tensor {name!r}.")
+        return self._read(self.tensors[name])
+
+    def _layer(self, layer: int) -> LayerExperts:
+        if layer not in self._layers:
+            raise CheckpointError(f"layer {layer} of {self.name} has no routed experts.")
+        return self._layers[layer]
+
+    def _decode(
+        self,
+        matrix: MatrixSource,
+        layer: int,
+        expert: int,
+        projection: Projection,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        try:
+            return FORMATS[matrix.format].decode(matrix.parts, dtype)
+        except CheckpointError as error:
+            refs = self.locate(layer, expert)[projection]
+            unsound = [refs[part] for part in refs if not _is_sound(matrix.parts[part])]
+            ref = (unsound or list(refs.values()))[0]
+            raise CheckpointError(
+                f"{ref.file}: tensor {ref.name!r}: {error.message}", error.hint
+            ) from None
+
+    def _read(self, ref: TensorRef) -> Tensor:
+        if not self._files:
+            raise CheckpointError(f"checkpoint {self.path} is closed.")
+        if ref.dtype not in TORCH_DTYPES:
+            raise CheckpointError(f"{ref.file}: tensor {ref.name!r} has dtype {ref.dtype}.")
+        buffer = torch.empty(ref.nbytes, dtype=torch.uint8)
+        _pread(self._files[ref.file], buffer, ref)
+        return buffer.view(TORCH_DTYPES[ref.dtype]).reshape(ref.shape)
+
+
+def _refs(located: Located) -> Iterable[TensorRef]:
+    return (ref for parts in located.values() for ref in parts.values())
+
+
+def _is_sound(part: Tensor) -> bool:
+    """Whether a part is finite; codes in integers always are."""
+    return not part.is_floating_point() or bool(part.float().isfinite().all())
+
+
+def _pread(fd: int, buffer: Tensor, ref: TensorRef) -> None:
+    """Fills `buffer`, uint8, with the tensor's bytes; a call may return fewer than asked for."""
+    view, done = buffer.numpy().data, 0
+    while done < ref.nbytes:
+        try:
+            got = os.preadv(fd, [view[done:]], ref.offset + done)
+        except OSError as error:
+            raise CheckpointError(
+                f"{ref.file}: tensor {ref.name!r} cannot be read: {error.strerror}."
+            ) from None
+        if got == 0:
+            raise CheckpointError(
+                f"{ref.file}: tensor {ref.name!r} ends early; the file was cut while it was open.",
+                "Download this file again.",
+            )
+        done += got
+
+
+def _close(files: dict[str, int]) -> None:
+    while files:
+        os.close(files.popitem()[1])
