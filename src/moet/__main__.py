@@ -1,0 +1,5 @@
+"""`python -m moet`: the same as the `moet` command."""
+
+from moet.cli.main import main
+
+main()

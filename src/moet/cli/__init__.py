@@ -1,0 +1,1 @@
+"""The `moet` command: one file a subcommand."""

@@ -1,0 +1,103 @@
+"""`moet pack`: an official checkpoint becomes a pack."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from moet.checkpoints import Checkpoint
+from moet.cli.progress import Bar
+from moet.cli.ui import emit_json, out, resolve_model, size
+from moet.pack import PackReport, write_pack
+from moet.quantize import QUANTIZERS
+from moet.settings import default_pack_path
+
+DEFAULT_QUANTIZER = "data-free"
+
+
+def pack(
+    model: Annotated[
+        str, typer.Argument(help="A checkpoint directory, or a hub name that is downloaded already.")
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="The pack, a new directory. Default: under ~/.cache/moet/packs."
+        ),
+    ] = None,
+    quantizer: Annotated[
+        str, typer.Option(help=f"How codes and scales are chosen: {', '.join(QUANTIZERS)}.")
+    ] = DEFAULT_QUANTIZER,
+    slices: Annotated[
+        int | None,
+        typer.Option(help="Largest tensor parallelism that can read the pack: 1, 2, 4 or 8."),
+    ] = None,
+    with_fp4: Annotated[
+        bool,
+        typer.Option(
+            "--with-fp4",
+            help="Also store FP4 rows that the checkpoint has: faster to read, 2.9 × the size.",
+        ),
+    ] = False,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Threads, one expert in memory each. Default: cores.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace what is in the way.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Pack MODEL: every routed expert at 2 bits, ready to serve.
+
+    The checkpoint streams through expert by expert, so memory does not grow with the model. A run
+    that is interrupted, however it was, resumes where it stopped; until it is complete, the pack is
+    under the name OUTPUT.partial.
+
+        moet pack ./DeepSeek-R1-NVFP4 -o /nvme/r1.moet
+    """
+    with Checkpoint.open(resolve_model(model)) as checkpoint:
+        path = output or default_pack_path(checkpoint.name, checkpoint.identity)
+        report = make_pack(
+            checkpoint,
+            path,
+            quantizer=quantizer,
+            slices=slices,
+            with_fp4=with_fp4,
+            workers=workers,
+            force=force,
+        )
+    if as_json:
+        emit_json(asdict(report) | {"path": str(report.path)})
+        return
+    rate = report.checkpoint_bytes / max(report.seconds, 1e-9) / 1e9
+    out.print(
+        f"packed {report.layers} layers into [bold]{escape(str(report.path))}[/]: "
+        f"{size(report.pack_bytes)}, {report.seconds:.1f} s, {rate:.2f} GB/s of checkpoint"
+    )
+
+
+def make_pack(
+    checkpoint: Checkpoint,
+    path: Path,
+    *,
+    quantizer: str = DEFAULT_QUANTIZER,
+    slices: int | None = None,
+    with_fp4: bool = False,
+    workers: int | None = None,
+    force: bool = False,
+) -> PackReport:
+    """Writes a pack under a progress bar."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with Bar("packing") as bar:
+        return write_pack(
+            checkpoint,
+            path,
+            quantizer=QUANTIZERS[quantizer](),
+            slices=slices,
+            with_fp4=with_fp4,
+            workers=workers,
+            progress=bar,
+            overwrite=force,
+        )

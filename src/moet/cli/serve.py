@@ -1,0 +1,167 @@
+"""`moet serve`: vLLM's server with the plugin, and the pack found or made."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from moet.checkpoints import Checkpoint
+from moet.cli.pack import make_pack
+from moet.cli.ui import err, resolve_model
+from moet.errors import ConfigError
+from moet.pack import Pack
+from moet.settings import Settings, default_pack_path
+
+WORKER_EXTENSION = "moet.vllm.worker.MoetWorkerExtension"
+ENDPOINTS = "moet_http"
+
+
+def serve(
+    context: typer.Context,
+    model: Annotated[
+        str, typer.Argument(help="A checkpoint directory, or a hub name that is downloaded already.")
+    ],
+    pack: Annotated[
+        Path | None,
+        typer.Option(help="The pack. Default: the model's place under ~/.cache/moet/packs."),
+    ] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="base (2 bits), fp4, or a map file. Default: base.")
+    ] = None,
+    base_pool: Annotated[
+        str | None,
+        typer.Option(help="Room for 2-bit rows: auto, a share (25%), bytes (12GiB), or slots."),
+    ] = None,
+    fp4_pool: Annotated[str | None, typer.Option(help="Room for FP4 rows, likewise.")] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="Which row makes room for a new one: lru, lfu, static.")
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any other moet setting; repeatable."),
+    ] = None,
+    make: Annotated[
+        bool, typer.Option("--make-pack/--no-make-pack", help="Pack the model first if need be.")
+    ] = True,
+) -> None:
+    """Serve MODEL over vLLM's OpenAI-compatible API.
+
+    Every option that is not listed here goes to `vllm serve` as it is:
+
+        moet serve ./nano-moe --base-pool 25% --port 8001 --max-model-len 2048
+    """
+    chosen = {
+        "precision": precision, "base_pool": base_pool, "fp4_pool": fp4_pool, "policy": policy
+    }  # fmt: skip
+    values: dict[str, Any] = {key: value for key, value in chosen.items() if value is not None}
+    values |= dict(_assignment(text) for text in option or [])
+    rest = list(context.args)
+    theirs = _take_additional_config(rest)
+    values = {**theirs.get("moet", {}), **values}
+    Settings.parse(values)
+    _check_port(rest)
+    path = resolve_model(model)
+    values["pack"] = str(_find_pack(path, pack or values.get("pack"), make=make))
+    command = serve_command(str(path), values, theirs, rest)
+    os.execve(command[0], command, serve_environment())
+
+
+def serve_command(
+    model: str, values: dict[str, Any], additional_config: dict[str, Any], rest: list[str]
+) -> list[str]:
+    """The command line of vLLM's server for a model and moet settings."""
+    config = json.dumps({**additional_config, "moet": values})
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
+    command += ["--quantization", "moet", "--additional-config", config]
+    if not any(text.startswith("--worker-extension-cls") for text in rest):
+        command += ["--worker-extension-cls", WORKER_EXTENSION]
+    return command + rest
+
+
+def serve_environment() -> dict[str, str]:
+    """The environment for vLLM's server: endpoint plugins are loaded only when they are named,
+    and naming one means naming every plugin."""
+    environment = dict(os.environ)
+    named = environment.get("VLLM_PLUGINS")
+    general = [entry.name for entry in entry_points(group="vllm.general_plugins")]
+    plugins = named.split(",") if named else general
+    environment["VLLM_PLUGINS"] = ",".join([*plugins, ENDPOINTS])
+    return environment
+
+
+def _assignment(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"--set {text}: no value.", "Write --set KEY=VALUE.")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
+
+
+def _take_additional_config(arguments: list[str]) -> dict[str, Any]:
+    """Removes vLLM's own --additional-config from `arguments` and returns its content."""
+    for index, text in enumerate(arguments):
+        name, equals, value = text.partition("=")
+        if name != "--additional-config":
+            continue
+        if not equals and index + 1 == len(arguments):
+            raise ConfigError("--additional-config has no value.", "Give it a JSON object.")
+        del arguments[index]
+        raw = value if equals else arguments.pop(index)
+        try:
+            content = json.loads(raw)
+        except ValueError as error:
+            raise ConfigError(f"--additional-config is not JSON: {error}.") from None
+        if not isinstance(content, dict):
+            raise ConfigError("--additional-config must be a JSON object.")
+        return content
+    return {}
+
+
+def _option(arguments: list[str], name: str) -> str | None:
+    for text, following in zip(arguments, [*arguments[1:], None], strict=True):
+        if text == name:
+            return following
+        if text.startswith(f"{name}="):
+            return text.partition("=")[2]
+    return None
+
+
+def _check_port(arguments: list[str]) -> None:
+    """vLLM binds its port late, after the weights are loaded: a taken one is said now."""
+    if _option(arguments, "--uds"):
+        return
+    host = _option(arguments, "--host") or ""
+    port = _option(arguments, "--port") or "8000"
+    if not port.isdigit() or not 0 < int(port) < 65536:
+        raise ConfigError(f"--port {port} is not a port number.")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, int(port)))
+        except OSError as error:
+            raise ConfigError(
+                f"port {port} on {host or 'this machine'} cannot be had: {error.strerror}.",
+                "Stop what listens there, or choose another with --port.",
+            ) from None
+
+
+def _find_pack(model: Path, pack: str | Path | None, *, make: bool) -> Path:
+    """The pack of `model`: the one given, the one in its place, or a new one."""
+    with Checkpoint.open(model) as checkpoint:
+        path = Path(pack) if pack else default_pack_path(checkpoint.name, checkpoint.identity)
+        if (path / "moet.json").exists() or not make:
+            Pack.open(path).check_model(checkpoint)
+            return path.resolve()
+        err.print(f"no pack of {checkpoint.name} in {path}: making it")
+        make_pack(checkpoint, path)
+    return path.resolve()
