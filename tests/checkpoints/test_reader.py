@@ -185,7 +185,50 @@ def test_name_and_revision_from_the_hugging_face_cache(tmp_path):
         assert copy.identity == checkpoint.identity
 
 
+@pytest.mark.parametrize("format", PARTS)
+def test_decoding_is_close_to_the_weights_that_were_written(tmp_path, format):
+    """The writer's quantizers are not moet's: what decodes to the same weights was read right."""
+    write_checkpoint(tmp_path / "exact", format="bf16")
+    write_checkpoint(tmp_path / "quantized", format=format)
+    exact = all_tensors(tmp_path / "exact")
+    step = {"bf16": 0.0, "fp8_block": 2.0**-4, "nvfp4": 2.0**-2}[format]
+    with Checkpoint.open(tmp_path / "quantized") as checkpoint:
+        for projection, weight in checkpoint.decode_expert(2, 5)._asdict().items():
+            expected = exact[f"model.layers.2.mlp.experts.5.{projection}_proj.weight"].float()
+            assert weight.dtype == torch.float32
+            assert (weight - expected).abs().max() <= step * expected.abs().max()
+            assert (weight - expected).norm() <= step * expected.norm()
+
+
 # Bad input: one clear error each.
+
+
+@pytest.mark.parametrize(
+    ("format", "suffix", "value"),
+    [
+        ("nvfp4", "weight_scale", "nan"),
+        ("nvfp4", "weight_scale", "-1"),
+        ("nvfp4", "weight_scale_2", "nan"),
+        ("nvfp4", "weight_scale_2", "inf"),
+        ("fp8_block", "weight_scale_inv", "inf"),
+        ("fp8_block", "weight_scale_inv", "-1"),
+        ("fp8_block", "weight", "nan"),
+        ("bf16", "weight", "nan"),
+    ],
+)
+def test_bad_number_names_tensor_and_file(tmp_path, format, suffix, value):
+    write_checkpoint(tmp_path, format=format)
+    name = f"{EXPERT}.{suffix}"
+    tensor = all_tensors(tmp_path)[name].clone()
+    tensor.view(-1)[-1] = float(value)
+    shard = edit(tmp_path, name, tensor)
+    with Checkpoint.open(tmp_path) as checkpoint:
+        checkpoint.decode_expert(1, 2)
+        with pytest.raises(CheckpointError) as caught:
+            checkpoint.decode_expert(1, 3)
+    assert name in str(caught.value)
+    assert shard in str(caught.value)
+    assert value in str(caught.value)
 
 
 def test_no_directory(tmp_path):

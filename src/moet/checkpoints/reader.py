@@ -36,7 +36,7 @@ from moet.checkpoints.families import family_of
 from moet.checkpoints.headers import identity, read_header
 from moet.checkpoints.storage import declared_storage
 from moet.errors import CheckpointError
-from moet.formats.base import FORMATS
+from moet.formats import FORMATS
 
 TORCH_DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8,
@@ -208,8 +208,9 @@ class Checkpoint:
             return FORMATS[matrix.format].decode(matrix.parts, dtype)
         except CheckpointError as error:
             refs = self.locate(layer, expert)[projection]
-            unsound = [refs[part] for part in refs if not _is_sound(matrix.parts[part])]
-            ref = (unsound or list(refs.values()))[0]
+            # The format knows parts only; the user knows tensors.
+            named = [ref for part, ref in refs.items() if f"part {part!r}" in error.message]
+            ref = (named or list(refs.values()))[0]
             raise CheckpointError(
                 f"{ref.file}: tensor {ref.name!r}: {error.message}", error.hint
             ) from None
@@ -226,11 +227,6 @@ class Checkpoint:
 
 def _refs(located: Located) -> Iterable[TensorRef]:
     return (ref for parts in located.values() for ref in parts.values())
-
-
-def _is_sound(part: Tensor) -> bool:
-    """Whether a part is finite; codes in integers always are."""
-    return not part.is_floating_point() or bool(part.float().isfinite().all())
 
 
 def _pread(fd: int, buffer: Tensor, ref: TensorRef) -> None:
