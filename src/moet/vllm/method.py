@@ -1,0 +1,147 @@
+"""What a `RoutedExperts` layer of vLLM asks of us: no weights, and the layer's output."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.models.utils import extract_layer_index
+
+from moet.errors import UnsupportedError
+from moet.kernels.base import SwiGLU
+from moet.vllm.op import register_op
+from moet.vllm.phase import decode_tokens
+from moet.vllm.runtime import Runtime, build_runtime
+
+# The part tensors of the checkpoint formats that vLLM reads, as it names them on the layer.
+_PARTS = (
+    "weight",
+    "weight_scale",
+    "weight_scale_2",
+    "weight_scale_inv",
+    "weight_packed",
+    "weight_shape",
+    "weight_global_scale",
+    "input_scale",
+    "input_global_scale",
+)
+
+
+class MoetMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
+    """The routed experts of one layer, computed from the rows that residency holds.
+
+    vLLM's runner routes, runs the shared experts, and sums over tensor-parallel ranks; `apply`
+    returns this rank's part of the routed experts only.
+    """
+
+    def __init__(self, layer: Any, prefix: str) -> None:
+        super().__init__(layer.moe_config)
+        _check_layer(layer, prefix)
+        self.runtime: Runtime | None = None
+        self.layer = extract_layer_index(prefix)
+        self._activation = SwiGLU(limit=layer.swiglu_limit)
+        self._vllm_config = get_current_vllm_config()
+        register_op()
+
+    def maybe_roundup_sizes(
+        self, hidden_size: int, intermediate_size: int, act_dtype: torch.dtype, parallel: Any
+    ) -> tuple[int, int]:
+        return hidden_size, intermediate_size
+
+    def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
+        """Registers empty parameters: the loader passes experts over, so a tensor that arrives in
+        one of these is refused with its name, where vLLM would end in a KeyError."""
+        for shard in ("w13", "w2"):
+            for part in _PARTS:
+                parameter: Any = nn.Parameter(torch.empty(0), requires_grad=False)
+                parameter.weight_loader = _refuse
+                layer.register_parameter(f"{shard}_{part}", parameter)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        # Set here, or vLLM asks for it again in every forward, inside the compiled region.
+        self.moe_quant_config = FusedMoEQuantConfig.make()
+        self.runtime = find_runtime(self._vllm_config) or build_runtime(
+            self._vllm_config,
+            [method.layer for method in moet_methods(self._vllm_config)],
+            self.moe.tp_rank,
+            self.moe.tp_size,
+        )
+        self.runtime.check_layer(
+            self.layer,
+            layer.global_num_experts,
+            layer.hidden_size,
+            layer.intermediate_size_per_partition * self.moe.tp_size,
+        )
+
+    def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig:
+        return FusedMoEQuantConfig.make()
+
+    def apply(
+        self,
+        layer: Any,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts: Any = None,
+        shared_experts_input: Tensor | None = None,
+    ) -> Tensor:
+        out: Tensor = torch.ops.moet.experts(x, topk_weights, topk_ids, layer.layer_name)
+        return out
+
+    def compute(
+        self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, attn_metadata: Any
+    ) -> Tensor:
+        """The body of `torch.ops.moet.experts`.
+
+        x: [T, hidden]. topk_weights: float32 [T, k]. topk_ids: int32 [T, k], −1 for padding.
+        Returns this rank's partial sum, [T, hidden] in x's dtype.
+        """
+        assert self.runtime is not None, "no weights were processed"
+        decode = decode_tokens(attn_metadata, x.shape[0], self.runtime.decode_length)
+        return self.runtime.experts(self.layer, x, topk_ids, topk_weights, decode, self._activation)
+
+
+def moet_methods(vllm_config: Any) -> list[MoetMoEMethod]:
+    """The methods of all layers with routed experts that vLLM has made in this process."""
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    methods = (
+        getattr(getattr(layer, "routed_experts", None), "quant_method", None) for layer in layers
+    )
+    return [method for method in methods if isinstance(method, MoetMoEMethod)]
+
+
+def find_runtime(vllm_config: Any) -> Runtime | None:
+    """The process's runtime, once the first layer has made it."""
+    runtimes = (method.runtime for method in moet_methods(vllm_config))
+    return next((runtime for runtime in runtimes if runtime is not None), None)
+
+
+def _check_layer(layer: Any, prefix: str) -> None:
+    if layer.activation is not MoEActivation.SILU:
+        raise UnsupportedError(f"{prefix}: the activation {layer.activation.value!r}, not SwiGLU.")
+    if layer.apply_router_weight_on_input:
+        raise UnsupportedError(f"{prefix}: router weights that are applied to the experts' input.")
+    if layer.moe_config.has_bias:
+        raise UnsupportedError(f"{prefix}: experts with biases.")
+    if layer.swiglu_alpha is not None or layer.swiglu_beta is not None:
+        raise UnsupportedError(f"{prefix}: SwiGLU with alpha or beta.")
+    if layer.moe_config.num_experts != layer.moe_config.num_logical_experts:
+        raise UnsupportedError(f"{prefix}: shared experts fused with the routed ones.")
+
+
+def _refuse(
+    param: nn.Parameter, loaded_weight: Tensor, weight_name: str = "", *args: Any, **kwargs: Any
+) -> None:
+    raise UnsupportedError(
+        f"the loader handed over a routed expert's tensor for {weight_name}; moet takes the "
+        "experts from the pack.",
+        "Start without --load-format, and without a draft_load_config in --speculative-config.",
+    )
+
+
+_refuse.supports_moe_loading = True  # type: ignore[attr-defined]

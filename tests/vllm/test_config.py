@@ -1,0 +1,101 @@
+"""The quantization config: the checkpoint's own, subclassed, and pickled into other processes."""
+
+import json
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from tests.fixtures.checkpoints import write_checkpoint
+from transformers import AutoConfig
+from vllm.model_executor.layers.quantization import get_quantization_config
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
+
+from moet.errors import UnsupportedError
+from moet.vllm.config import METHOD, MoetConfig, UnquantizedConfig
+from moet.vllm.plugin import register
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plugin():
+    register()
+    register()  # vLLM may do so
+
+
+def made(path):
+    """The config object, by the calls that vLLM makes."""
+    hf_config = AutoConfig.from_pretrained(path)
+    settings = json.loads((path / "config.json").read_text()).get("quantization_config")
+    registered = get_quantization_config(METHOD)
+    if settings is None:
+        config = registered()
+    else:
+        answer = registered.override_quantization_method(settings, METHOD, hf_config=hf_config)
+        assert answer == METHOD
+        config = registered.from_config(settings)
+    config.maybe_update_config(str(path), hf_config=hf_config)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("format", "inner"),
+    [("nvfp4", ModelOptNvFp4Config), ("fp8_block", Fp8Config), ("bf16", UnquantizedConfig)],
+)
+def test_it_is_the_checkpoints_own_config(tmp_path, format, inner):
+    config = made(write_checkpoint(tmp_path, "qwen3_moe", format))
+    assert isinstance(config, inner)
+    assert config.get_supported_act_dtypes() == [torch.bfloat16, torch.float32]
+    if format == "nvfp4":
+        assert config.is_layer_excluded("model.layers.1.self_attn.o_proj")
+    if format == "fp8_block":
+        assert config.weight_block_size == [128, 128]
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "fp8_block", "bf16"])
+def test_it_survives_the_way_into_another_process(tmp_path, format):
+    config = made(write_checkpoint(tmp_path / "model", "qwen3_moe", format))
+    (tmp_path / "config.pickle").write_bytes(pickle.dumps(config))
+    # As in vLLM's workers, the plugin has not been loaded when this is unpickled.
+    script = (
+        "import pickle, sys\n"
+        "config = pickle.load(open(sys.argv[1], 'rb'))\n"
+        "from vllm.model_executor.model_loader import get_model_loader\n"
+        "from vllm.config.load import LoadConfig\n"
+        "print(type(config).__mro__[2].__name__, type(get_model_loader(LoadConfig())).__name__)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "config.pickle")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split()[-2:] == [type(config).__mro__[2].__name__, "DenseLoader"]
+
+
+def test_without_the_flag_vllm_is_untouched():
+    script = (
+        "from moet.vllm.plugin import register; register()\n"
+        "from vllm.model_executor.model_loader import get_model_loader\n"
+        "from vllm.config.load import LoadConfig\n"
+        "print(type(get_model_loader(LoadConfig())).__name__)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split()[-1] == "DefaultModelLoader"
+    assert "load format" not in (done.stdout + done.stderr).lower()
+    assert MoetConfig.override_quantization_method({"quant_method": "fp8"}, None) is None
+    assert MoetConfig.override_quantization_method({"quant_method": "fp8"}, "fp8") is None
+
+
+def test_an_unknown_quantization_is_refused():
+    with pytest.raises(UnsupportedError, match="'squeeze' is not one that vLLM knows"):
+        MoetConfig.from_config({"quant_method": "squeeze"})
+
+
+def test_an_unknown_architecture_is_refused_in_process_0(tmp_path):
+    path = write_checkpoint(tmp_path, "qwen3_moe", config={"architectures": ["LlamaForCausalLM"]})
+    with pytest.raises(UnsupportedError, match=r"LlamaForCausalLM.*Supported: .*Qwen3Moe"):
+        made(path)

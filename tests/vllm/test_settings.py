@@ -1,0 +1,49 @@
+"""Settings: every mistake names its key and what to change."""
+
+from pathlib import Path
+
+import pytest
+
+from moet.errors import ConfigError
+from moet.settings import Settings, default_pack_path
+
+
+def test_defaults_and_plain_values():
+    assert Settings.from_additional_config({}) == Settings()
+    settings = Settings.from_additional_config(
+        {"moet": {"base_pool": 512, "precision": "fp4", "heat_file": "/x/heat"}, "other": 1}
+    )
+    assert settings.base_pool == "512"
+    assert settings.heat_file == Path("/x/heat")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"base_pol": "25%"}, "unknown setting 'base_pol'. Did you mean 'base_pool'?"),
+        ({"frobnicate": 1}, "The settings are: pack, precision,"),
+        ({"base_pool": "some"}, "base_pool 'some' is not a size"),
+        ({"fp4_pool": "120%"}, "fp4_pool '120%' is more than all rows"),
+        ({"policy": "mru"}, "unknown policy 'mru'. Choose one of: lfu, lru, static."),
+        ({"operator": "cudaa"}, "unknown experts operator 'cudaa'"),
+        ({"verify": "never"}, "setting 'verify' cannot be 'never'"),
+        ({"io_threads": 0}, "setting 'io_threads' cannot be 0: "),
+        ({"direct_io": "perhaps"}, "setting 'direct_io' cannot be 'perhaps'"),
+        (["base_pool"], "must be a mapping of names to values"),
+    ],
+)
+def test_mistakes_name_the_key_and_the_way_out(values, message):
+    with pytest.raises(ConfigError) as caught:
+        Settings.from_additional_config({"moet": values})
+    assert message in str(caught.value)
+
+
+def test_settings_cannot_change():
+    with pytest.raises(ValueError, match="frozen"):
+        Settings().policy = "lfu"
+
+
+def test_default_pack_path_is_one_safe_name_below_the_cache():
+    path = default_pack_path("nvidia/DeepSeek R1:FP4", "0123456789abcdef")
+    assert path.parent == Path.home() / ".cache" / "moet" / "packs"
+    assert path.name == "DeepSeek-R1-FP4-0123456789ab"
