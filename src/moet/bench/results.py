@@ -41,7 +41,7 @@ def environment() -> dict[str, Any]:
 
 
 def write_result(path: Path, rows: Sequence[Row], extra: dict[str, Any] | None = None) -> None:
-    """Writes {command, environment, rows} as JSON, one row a line; `extra` joins the environment."""
+    """Writes {command, environment, rows} as JSON, a row a line; `extra` joins the environment."""
     head = {
         "command": " ".join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
         "environment": environment() | (extra or {}),

@@ -19,7 +19,7 @@ from moet.pack.progress import Work
 
 
 class Bar:
-    """Draws `moet.pack.progress` events on standard error; a plain line a layer if it is no terminal.
+    """Draws `moet.pack.progress` events on standard error; no terminal: a line a layer.
 
     Args:
         verb: what the run does, as the bar's label ("packing").
