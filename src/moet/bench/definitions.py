@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-from moet.bench.tables import Column, Table, number, text
+from moet.bench.tables import Column, Table, Tables, number, text
+from moet.settings import Settings
 
-TABLES: dict[str, Table] = {
+
+def settings() -> str:
+    """Every setting, with its default and its meaning."""
+    lines = ["| setting | default | |", "|---|---|---|"]
+    for name, field in Settings.model_fields.items():
+        default = "" if field.default is None else f"`{field.default}`".lower()
+        lines.append(f"| `{name}` | {default} | {field.description} |")
+    return "\n".join(lines)
+
+
+TABLES: Tables = {
+    "settings": settings,
     "kernels-cpu": Table(
         "kernels-cpu.json",
         (

@@ -1,4 +1,4 @@
-"""Renders the tables of the docs from result files; `--check` fails when one differs.
+"""Renders the tables of the docs, from result files or the code; `--check` fails when one differs.
 
 A table stands in a Markdown file between `<!-- table NAME -->` and `<!-- /table -->`.
 Run as `python -m moet.bench.tables [--check]` from the checkout's root.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,9 @@ class Table:
     keep: Callable[[Row], bool] = lambda row: True
 
 
+Tables = Mapping[str, Table | Callable[[], str]]
+
+
 def number(key: str, digits: int = 0, scale: float = 1.0, unit: str = "") -> Callable[[Row], str]:
     """A cell with a number of the row, `scale` times, with `digits` decimals; blank if absent."""
 
@@ -52,8 +55,10 @@ def text(key: str) -> Callable[[Row], str]:
     return lambda row: str(row.get(key, ""))
 
 
-def render(table: Table, results: Path = RESULTS) -> str:
-    """The Markdown table, and a line that says where its figures come from."""
+def render(table: Table | Callable[[], str], results: Path = RESULTS) -> str:
+    """The Markdown table; with figures, a line that says where they come from follows."""
+    if not isinstance(table, Table):
+        return table()
     content = read_result(results / table.result)
     rows = [row for row in content["rows"] if table.keep(row)]
     if not rows:
@@ -73,7 +78,7 @@ def _source(name: str, content: dict[str, Any]) -> str:
     return f"*From `bench/results/{name}` (`{content.get('command', '')}`; {where}).*"
 
 
-def update(page: str, tables: dict[str, Table], results: Path = RESULTS) -> str:
+def update(page: str, tables: Tables, results: Path = RESULTS) -> str:
     """`page` with every marked table rendered anew; raises MoetError for an unknown name."""
 
     def replace(match: re.Match[str]) -> str:

@@ -52,7 +52,7 @@ def demo(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
-    """Pack the embedded model, serve it with a quarter of its experts in memory, ask it, measure it.
+    """Pack the embedded model, serve it with few experts in memory, ask it, and measure it.
 
     Takes about two minutes on two cores and needs no GPU. The model is a real one, trained for this
     project, but tiny (20.7 M parameters): judge the mechanism by it, not the prose.
