@@ -1,0 +1,1 @@
+"""CUDA C++ kernels for the routed experts, compiled at first use."""

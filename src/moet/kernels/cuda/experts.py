@@ -1,0 +1,121 @@
+"""The routed experts of a layer on the GPU: device tables in, device tensor out, no host sync."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moet.errors import ConfigError, UnsupportedError
+from moet.formats.layout import Precision, RowLayout
+from moet.kernels.base import SwiGLU
+from moet.kernels.cuda.compiler import cached_cubin
+from moet.kernels.cuda.launch import Kernel
+
+PRECISION_CODES = {Precision.BASE: 0, Precision.MXFP4: 1, Precision.NVFP4: 2}
+"""Values of the precision table; `enum Precision` of weights.cuh."""
+
+DECODE_TOKENS = 16
+_WARPS = 16
+_STAGE_BYTES = 18 * 1024
+_STATIC_SHARED = 26 * 1024  # of decode.cu at most, for the plan and the partial sums
+
+
+@dataclass(frozen=True)
+class ExpertsShape:
+    """What the kernels are compiled for. `slices` are those of the rank's rows."""
+
+    hidden: int
+    intermediate: int
+    slices: int
+    num_experts: int
+    top_k: int
+
+    @classmethod
+    def of(
+        cls, layouts: Mapping[Precision, RowLayout], num_experts: int, top_k: int
+    ) -> ExpertsShape:
+        """The shape that all layouts agree on; raises UnsupportedError when they do not."""
+        shapes = {(v.hidden, v.intermediate, v.slices) for v in layouts.values()}
+        if len(shapes) != 1:
+            raise UnsupportedError(f"the rows of a layer differ in geometry: {sorted(shapes)}.")
+        return cls(*shapes.pop(), num_experts, top_k)
+
+    def defines(self) -> dict[str, int]:
+        """The compile-time constants of the sources."""
+        return {
+            "HIDDEN": self.hidden, "INTER": self.intermediate, "SLICES": self.slices,
+            "EXPERTS": self.num_experts, "TOPK": self.top_k,
+        }  # fmt: skip
+
+
+class CudaExperts:
+    """Compiled kernels and workspace for one shape on one device.
+
+    Layers of the same shape share an instance. `forward` may be captured in a CUDA graph; two
+    calls on one instance must not run at the same time (they share the workspace).
+    """
+
+    def __init__(
+        self, shape: ExpertsShape, device: torch.device, out_dtype: torch.dtype = torch.float32
+    ) -> None:
+        if out_dtype not in (torch.float32, torch.bfloat16):
+            raise ConfigError(f"the experts' output can be float32 or bfloat16, not {out_dtype}.")
+        self.shape = shape
+        self.device = device
+        self.out_dtype = out_dtype
+        with torch.cuda.device(device):
+            properties = torch.cuda.get_device_properties(device)
+            capability = properties.major * 10 + properties.minor
+            self._blocks = properties.multi_processor_count
+            room = properties.shared_memory_per_block_optin - _STATIC_SHARED
+            self._stages = min(room // _STAGE_BYTES, 32)
+            self._decode = {
+                tokens: Kernel(
+                    cached_cubin("decode.cu", capability, self._decode_defines(tokens)),
+                    "decode_experts",
+                    self._stages * _STAGE_BYTES,
+                )
+                for tokens in (8, DECODE_TOKENS)
+            }
+            pairs = DECODE_TOKENS * shape.top_k
+            self._h = torch.empty(pairs, shape.intermediate, dtype=torch.bfloat16, device=device)
+            self._partial = torch.empty(pairs, shape.hidden, device=device)
+            self._counter = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def _decode_defines(self, tokens: int) -> dict[str, int]:
+        bf16 = int(self.out_dtype is torch.bfloat16)
+        return self.shape.defines() | {"MAX_TOKENS": tokens, "WARPS": _WARPS, "OUT_BF16": bf16}
+
+    def forward(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        address_table: Tensor,
+        precision_table: Tensor,
+        factor_table: Tensor,
+        activation: SwiGLU,
+        out: Tensor,
+        accumulate: bool = False,
+    ) -> None:
+        """out[t] (+)= Σ over t's experts, ascending, of weight · FFN_e(x[t]); all on the device.
+
+        x: bfloat16 [T, hidden]. topk_ids: int32 [T, k], −1 skipped. topk_weights: float32 [T, k].
+        address_table: int64 [E], where the rank's run of slices of each expert's row begins, 0 =
+        skip. precision_table: uint8 [E] of PRECISION_CODES. factor_table: float32 [E, 3].
+        out: [T, hidden] of the instance's dtype. All contiguous, on the instance's device. Rows may
+        lie in GPU memory or in pinned host memory.
+        """
+        tokens = x.shape[0]
+        limit = float("inf") if activation.limit is None else activation.limit
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        kernel = self._decode[8 if tokens <= 8 else DECODE_TOKENS]
+        kernel.launch(
+            (self._blocks, 1), (_WARPS + 1) * 32, stream,
+            [x, topk_ids, topk_weights, address_table, precision_table, factor_table, self._h,
+             self._partial, out, self._counter, tokens, self._stages, limit, int(accumulate)],
+            cooperative=True,
+        )  # fmt: skip

@@ -1,0 +1,69 @@
+"""A compiled kernel on the current device, launched on a stream by its raw handles."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from torch import Tensor
+
+from moet.errors import MoetError
+
+
+class CudaError(MoetError):
+    """The CUDA driver refused a call."""
+
+
+class Kernel:
+    """One entry point of a cubin.
+
+    Args:
+        cubin: machine code for this device.
+        name: the entry point.
+        shared_bytes: dynamic shared memory of a block.
+    """
+
+    def __init__(self, cubin: bytes, name: str, shared_bytes: int) -> None:
+        from cuda.bindings import driver
+
+        self._driver = driver
+        self._shared_bytes = shared_bytes
+        self._module = _checked(driver.cuModuleLoadData(cubin))
+        self._function = _checked(driver.cuModuleGetFunction(self._module, name.encode()))
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _checked(driver.cuFuncSetAttribute(self._function, attribute, shared_bytes))
+
+    def launch(
+        self,
+        grid: tuple[int, int],
+        threads: int,
+        stream: int,
+        arguments: list[Tensor | int | float],
+        cooperative: bool = False,
+    ) -> None:
+        """Tensors go as their addresses, ints as int32, floats as float32."""
+        driver = self._driver
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = *grid, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes = self._shared_bytes
+        config.hStream = stream
+        if cooperative:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+            attribute.value.cooperative = 1
+            config.numAttrs, config.attrs = 1, [attribute]
+        values = tuple(a.data_ptr() if isinstance(a, Tensor) else a for a in arguments)
+        types = tuple(_TYPES[type(a)] if not isinstance(a, Tensor) else ctypes.c_void_p
+                      for a in arguments)  # fmt: skip
+        _checked(driver.cuLaunchKernelEx(config, self._function, (values, types), 0))
+
+
+_TYPES: dict[type, Any] = {int: ctypes.c_int, float: ctypes.c_float}
+
+
+def _checked(result: tuple[Any, ...]) -> Any:
+    status, *values = result
+    if int(status):
+        raise CudaError(f"the CUDA driver answered {status!r}.")
+    return values[0] if len(values) == 1 else None
