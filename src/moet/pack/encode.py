@@ -1,0 +1,90 @@
+"""One expert of a checkpoint, read, decoded, quantized and brought to its rows' bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from moet.checkpoints.base import PROJECTIONS, ExpertSource
+from moet.checkpoints.reader import Checkpoint
+from moet.formats.base import FORMATS
+from moet.formats.fp4 import fp4_matrix
+from moet.formats.layout import Matrix, RowLayout, encode_row
+from moet.pack.files import U8
+from moet.pack.layer import LayerLayout
+from moet.quantize.base import BaseQuantizer, MatrixContext
+from moet.quantize.statistics import MatrixStatistics, matrix_statistics
+
+FP4_RULE = "least_error"  # how our own MXFP4 chooses scales, where the checkpoint has no FP4
+
+
+@dataclass(frozen=True)
+class EncodedExpert:
+    """An expert's rows, and what its layer's small tensors hold of it.
+
+    base, fp4: whole rows; fp4 is None where it stays in the checkpoint, and fp4_source is then the
+    BLAKE3 of the checkpoint's bytes. factors: float32 [3]. statistics: of gate, up and down.
+    """
+
+    base: U8
+    base_factor: NDArray[np.float32]
+    fp4: U8 | None
+    fp4_factor: NDArray[np.float32]
+    fp4_source: bytes | None
+    statistics: list[MatrixStatistics]
+
+
+def encode_expert(
+    checkpoint: Checkpoint, quantizer: BaseQuantizer, layout: LayerLayout, expert: int
+) -> EncodedExpert:
+    """Reads and encodes one expert of `layout.layer`; thread-safe.
+
+    Raises CheckpointError naming the tensor that cannot be read or decoded.
+    """
+    source = checkpoint.read_expert(layout.layer, expert)
+    weights = checkpoint.decode_expert(layout.layer, expert, source)
+    base, base_factor, statistics = [], [], []
+    for projection, weight in zip(PROJECTIONS, weights, strict=True):
+        values = weight.numpy()
+        quantized = quantizer.quantize(values, MatrixContext(layout.layer, expert, projection))
+        statistics.append(matrix_statistics(values, quantized))
+        base.append(Matrix(quantized.codes, quantized.scales))
+        base_factor.append(quantized.factor)
+
+    wanted = layout.fp4.precision
+    if source.gate.format == wanted:
+        fp4 = [fp4_matrix(wanted, source[projection].parts) for projection in PROJECTIONS]
+    else:
+        encode = FORMATS[wanted].encode
+        fp4 = [fp4_matrix(wanted, encode(weight, FP4_RULE)) for weight in weights]
+    return EncodedExpert(
+        base=_row(layout.base, base),
+        base_factor=np.array(base_factor, np.float32),
+        fp4=_row(layout.fp4, [matrix for matrix, _ in fp4]) if layout.fp4_in_pack else None,
+        fp4_factor=np.array([factor for _, factor in fp4], np.float32),
+        fp4_source=None if layout.fp4_in_pack else _source_digest(source),
+        statistics=statistics,
+    )
+
+
+def _row(layout: RowLayout, matrices: list[Matrix]) -> U8:
+    row = np.empty(layout.row_bytes, np.uint8)
+    gate, up, down = matrices
+    encode_row(layout, gate, up, down, row)
+    return row
+
+
+def _source_digest(source: ExpertSource) -> bytes:
+    """BLAKE3 of the parts' bytes as stored, in the order of the layer file's index."""
+    hasher = blake3()
+    for projection in PROJECTIONS:
+        matrix = source[projection]
+        for name in FORMATS[matrix.format].parts:
+            hasher.update(
+                matrix.parts[name].contiguous().reshape(-1).view(torch.uint8).numpy().data
+            )
+    return hasher.digest()

@@ -1,0 +1,35 @@
+"""What ties a pack to a checkpoint, in the manifest's terms."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from moet.checkpoints.reader import Checkpoint
+from moet.errors import CheckpointError
+from moet.pack.manifest import CheckpointFile, Model, PackGeometry
+
+
+def geometry_of(checkpoint: Checkpoint) -> PackGeometry:
+    """The geometry of a checkpoint's model."""
+    return PackGeometry(**dataclasses.asdict(checkpoint.geometry))
+
+
+def model_of(checkpoint: Checkpoint) -> Model:
+    """Name, revision, source hash and files of a checkpoint; raises CheckpointError."""
+    files = []
+    for name in sorted({ref.file for ref in checkpoint.tensors.values()}):
+        try:
+            size = (checkpoint.path / name).stat().st_size
+        except OSError as error:
+            raise CheckpointError(
+                f"{checkpoint.path / name}: cannot be read ({error.strerror}).",
+                "The checkpoint must stay in place while its pack is made or used.",
+            ) from None
+        files.append(CheckpointFile(name=name, bytes=size))
+    return Model(
+        # A directory's name need not be UTF-8, JSON must be.
+        name=checkpoint.name.encode(errors="replace").decode(),
+        revision=checkpoint.revision,
+        source=checkpoint.identity,
+        files=tuple(files),
+    )

@@ -1,0 +1,268 @@
+"""Writing a pack: the checkpoint streams through, expert by expert, layer after layer.
+
+Each worker reads, decodes, quantizes, encodes and writes one expert at a time, so that memory holds
+as many experts as there are workers, whatever the size of the model.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from moet import __version__
+from moet.checkpoints.base import PROJECTIONS
+from moet.checkpoints.reader import Checkpoint
+from moet.errors import ConfigError, PackError
+from moet.formats.base import FORMATS
+from moet.formats.layout import MAX_SLICES, Precision, max_slices
+from moet.pack.encode import encode_expert
+from moet.pack.files import sync_directory, write_exact, writing
+from moet.pack.identity import geometry_of, model_of
+from moet.pack.layer import Arrays, LayerLayout, layer_file_name, slice_digests
+from moet.pack.manifest import (
+    Fp4,
+    LayerEntry,
+    PackFormat,
+    Quantizer,
+    Recipe,
+    Source,
+    layer_layout,
+    seal,
+)
+from moet.pack.progress import Progress, Silent, Work
+from moet.pack.statistics import layer_statistics
+from moet.pack.workspace import Workspace, check_replaceable
+from moet.quantize.base import BaseQuantizer
+from moet.quantize.statistics import MatrixStatistics
+
+MAX_WORKERS = 16  # each holds an expert in float32; more would ask for memory nobody expects
+MANIFEST_ROOM = 2**20  # bytes, and as many again a layer over 64: moet.json with its statistics
+
+
+@dataclass(frozen=True)
+class PackReport:
+    """What a finished run did.
+
+    checkpoint_bytes: of the experts read by this run; pack_bytes: of the whole pack; layers: of
+    the whole pack; layers_resumed: those that an earlier run had written; seconds: of this run.
+    """
+
+    path: Path
+    digest: str
+    checkpoint_bytes: int
+    pack_bytes: int
+    layers: int
+    layers_resumed: int
+    seconds: float
+
+
+def write_pack(
+    checkpoint: Checkpoint,
+    out: str | Path,
+    *,
+    quantizer: BaseQuantizer,
+    slices: int | None = None,
+    with_fp4: bool = False,
+    workers: int | None = None,
+    progress: Progress | None = None,
+    overwrite: bool = False,
+) -> PackReport:
+    """Packs `checkpoint` into the directory `out`; a run that was interrupted is resumed.
+
+    Args:
+        slices: into how many slices rows are cut; the most tensor parallelism that can read them.
+            Default: 8, or what the experts' width allows.
+        with_fp4: store FP4 rows in the pack even where the checkpoint has them.
+        workers: threads; default: one a core, up to 16.
+        overwrite: replace the pack in `out`; start anew where an unfinished one is of another kind.
+
+    The pack appears in `out` when it is complete and durable; until then it is in `out`.partial.
+    The bytes depend on the checkpoint, the quantizer and the settings only.
+
+    Raises PackError when `out` cannot be written, is taken, is being written by another process,
+    or the disk is too small; CheckpointError, UnsupportedError for a checkpoint that cannot be
+    packed; ConfigError for impossible settings.
+    """
+    started = time.monotonic()
+    out = Path(os.path.abspath(out))
+    check_replaceable(out, overwrite=overwrite)
+    recipe, fp4, layouts = _plan(checkpoint, quantizer, slices, with_fp4)
+    progress = progress or Silent()
+    with Workspace(out, recipe, overwrite=overwrite) as workspace:
+        entries = list(workspace.finished)
+        todo = layouts[len(entries) :]
+        work = Work(
+            read=sum(checkpoint.expert_bytes(of.layer) * of.experts for of in todo),
+            written=sum(layout.file_bytes for layout in todo),
+            layers=len(layouts),
+            layers_done=len(entries),
+        )
+        _check_space(workspace.partial, work)
+        progress.start(work)
+        with ThreadPoolExecutor(workers or _default_workers(), "moet-pack") as pool:
+            for layout in todo:
+                writer = _LayerWriter(checkpoint, quantizer, layout, recipe, workspace.partial)
+                entry = writer.write(pool, fp4[layout.layer], progress)
+                workspace.add(entry)
+                entries.append(entry)
+                progress.finish_layer(layout.layer)
+        manifest = workspace.complete or seal(recipe, entries)
+        workspace.publish(manifest)
+    return PackReport(
+        path=out,
+        digest=manifest.digest,
+        checkpoint_bytes=work.read,
+        pack_bytes=sum(layout.file_bytes for layout in layouts),
+        layers=len(layouts),
+        layers_resumed=work.layers_done,
+        seconds=time.monotonic() - started,
+    )
+
+
+def _plan(
+    checkpoint: Checkpoint, quantizer: BaseQuantizer, slices: int | None, with_fp4: bool
+) -> tuple[Recipe, dict[int, Fp4], list[LayerLayout]]:
+    """What is to be written, before anything is."""
+    geometry = geometry_of(checkpoint)
+    slices = max_slices(geometry.intermediate) if slices is None else slices
+    if slices not in (1, 2, 4, MAX_SLICES):
+        raise ConfigError(f"{slices} slices are impossible.", "Choose 1, 2, 4 or 8.")
+    fp4 = {layer: _fp4(checkpoint, layer, with_fp4) for layer in geometry.moe_layers}
+    layouts = [layer_layout(geometry, slices, layer, fp4[layer]) for layer in geometry.moe_layers]
+    rows = {row.precision: row.row_bytes for of in layouts for row in (of.base, of.fp4)}
+    recipe = Recipe(
+        schema_version=1,
+        writer=f"moet {__version__}",
+        model=model_of(checkpoint),
+        geometry=geometry,
+        format=PackFormat(slices=slices, row_bytes=rows, with_fp4=with_fp4),
+        quantizer=Quantizer(name=quantizer.name, level=quantizer.level),
+    )
+    return recipe, fp4, layouts
+
+
+def _fp4(checkpoint: Checkpoint, layer: int, with_fp4: bool) -> Fp4:
+    """A layer's FP4: the checkpoint's own where it has one, else our MXFP4."""
+    stored = checkpoint.expert_format(layer)
+    if stored == Precision.NVFP4:
+        return Fp4(precision=Precision.NVFP4, stored="pack" if with_fp4 else "checkpoint")
+    if stored == Precision.MXFP4:
+        return Fp4(precision=Precision.MXFP4, stored="pack" if with_fp4 else "checkpoint")
+    return Fp4(precision=Precision.MXFP4, stored="pack")
+
+
+def _check_space(directory: Path, work: Work) -> None:
+    """Raises PackError when the disk cannot take what is still to be written."""
+    with writing(directory):
+        status = os.statvfs(directory)
+    free = status.f_bavail * status.f_frsize
+    needed = work.written + MANIFEST_ROOM * (1 + work.layers // 64)
+    if free < needed:
+        raise PackError(
+            f"{directory}: needs {needed / 2**30:.2f} GiB, but its disk has {free / 2**30:.2f} "
+            f"GiB free.",
+            f"Free {(needed - free) / 2**30:.2f} GiB, or choose a directory on another disk.",
+        )
+
+
+def _default_workers() -> int:
+    return min(len(os.sched_getaffinity(0)), MAX_WORKERS)
+
+
+class _LayerWriter:
+    """Writes the file of one layer: rows in any order, then the small tensors and the header."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        quantizer: BaseQuantizer,
+        layout: LayerLayout,
+        recipe: Recipe,
+        directory: Path,
+    ) -> None:
+        self._checkpoint, self._quantizer, self._layout = checkpoint, quantizer, layout
+        self._path = directory / layer_file_name(layout.layer)
+        self._arrays: Arrays = layout.empty_tail()
+        self._files = {file.name: number for number, file in enumerate(recipe.model.files)}
+
+    def write(self, pool: ThreadPoolExecutor, fp4: Fp4, progress: Progress) -> LayerEntry:
+        """Writes, makes durable, and describes the layer."""
+        layout = self._layout
+        temporary = self._path.with_name(self._path.name + ".tmp")
+        with writing(self._path), temporary.open("wb", buffering=0) as file:
+            statistics = self._write_rows(pool, file.fileno(), progress)
+            tail = layout.join_tail(self._arrays)
+            write_exact(file.fileno(), tail, layout.tail_start)
+            write_exact(file.fileno(), layout.header, 0)
+            os.fsync(file.fileno())
+            temporary.replace(self._path)
+            sync_directory(self._path.parent)
+        progress.advance(0, len(tail) + len(layout.header))
+        return LayerEntry(
+            layer=layout.layer,
+            file=self._path.name,
+            file_bytes=layout.file_bytes,
+            blake3=layout.tail_digest(tail),
+            fp4=fp4,
+            source=Source(
+                format=self._checkpoint.expert_format(layout.layer),
+                bytes=self._checkpoint.expert_bytes(layout.layer) * layout.experts,
+            ),
+            statistics=layer_statistics(statistics),
+        )
+
+    def _write_rows(
+        self, pool: ThreadPoolExecutor, fd: int, progress: Progress
+    ) -> list[list[MatrixStatistics]]:
+        """Writes every row into the open file `fd`; the statistics are in the experts' order."""
+        layer, layout = self._layout.layer, self._layout
+        read = self._checkpoint.expert_bytes(layer)
+        written = layout.base.row_bytes + layout.fp4.row_bytes * layout.fp4_in_pack
+        futures = {
+            pool.submit(self._write_expert, fd, expert): expert
+            for expert in self._checkpoint.read_order(layer)
+        }
+        statistics: dict[int, list[MatrixStatistics]] = {}
+        try:
+            for future in as_completed(futures):
+                statistics[futures[future]] = future.result()
+                progress.advance(read, written)
+        finally:
+            # After an error nobody may write to a descriptor that is about to be closed.
+            for future in futures:
+                future.cancel()
+            wait(futures)
+        return [statistics[expert] for expert in range(layout.experts)]
+
+    def _write_expert(self, fd: int, expert: int) -> list[MatrixStatistics]:
+        layout, arrays = self._layout, self._arrays
+        done = encode_expert(self._checkpoint, self._quantizer, layout, expert)
+        arrays["base_factor"][expert] = done.base_factor
+        arrays["base_blake3"][expert] = slice_digests(layout.base, done.base)
+        arrays["fp4_factor"][expert] = done.fp4_factor
+        write_exact(fd, done.base, layout.row_offset(Precision.BASE, expert))
+        if done.fp4 is not None:
+            arrays["fp4_blake3"][expert] = slice_digests(layout.fp4, done.fp4)
+            write_exact(fd, done.fp4, layout.row_offset(layout.fp4.precision, expert))
+        if done.fp4_source is not None:
+            arrays["fp4_index"][expert] = self._index(expert)
+            arrays["fp4_source_blake3"][expert] = np.frombuffer(done.fp4_source, np.uint8)
+        return done.statistics
+
+    def _index(self, expert: int) -> list[list[tuple[int, int, int]]]:
+        """(file number, offset, bytes) of each part of gate, up and down."""
+        layer = self._layout.layer
+        located = self._checkpoint.locate(layer, expert)
+        names = FORMATS[self._checkpoint.expert_format(layer)].parts
+        return [
+            [
+                (self._files[ref.file], ref.offset, ref.nbytes)
+                for ref in (located[projection][name] for name in names)
+            ]
+            for projection in PROJECTIONS
+        ]
