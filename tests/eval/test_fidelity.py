@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 
 import numpy as np
@@ -85,7 +86,9 @@ def test_the_model_is_transformers_own(tmp_path, family):
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     tokens = torch.arange(40)[None]
     with Checkpoint.open(tmp_path) as checkpoint, torch.no_grad():
+        before = copy.deepcopy(checkpoint.config)
         ours = load_reference(checkpoint, read_bf16(checkpoint))
+        assert checkpoint.config == before
         assert torch.equal(ours(tokens).logits, theirs(tokens).logits)
         assert relative_rms(theirs, ours) == 0.0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -25,8 +26,10 @@ def load_reference(checkpoint: Checkpoint, experts: Experts) -> nn.Module:
 
     Raises CheckpointError when a dense tensor is missing or of a form that is not BF16 or float.
     """
-    # transformers must not see the quantization: the weights that it gets are already decoded.
-    settings = {k: v for k, v in checkpoint.config.items() if k != "quantization_config"}
+    # transformers must not see the quantization: the weights that it gets are already decoded. A
+    # deep copy, since it writes into nested tables.
+    settings = copy.deepcopy(dict(checkpoint.config))
+    settings.pop("quantization_config", None)
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     model: nn.Module = AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation="sdpa"
