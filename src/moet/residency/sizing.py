@@ -1,0 +1,80 @@
+"""From a size setting to a number of slots, with the reason in words."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+import psutil  # type: ignore[import-untyped]
+
+from moet.errors import ConfigError
+
+_UNITS = {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
+_UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
+_FORMS = 'Write "25%", "12GiB", a number of slots, or "auto".'
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """slots: of a pool. reason: one plain sentence for the log."""
+
+    slots: int
+    reason: str
+
+
+def size_pool(
+    setting: str | int,
+    *,
+    name: str,
+    rows: int,
+    row_bytes: int,
+    reserve: int = 2 << 30,
+    available: int | None = None,
+) -> Sizing:
+    """The slots that a size setting asks for; never more than there are rows.
+
+    Args:
+        setting: "25%" (of the rows, rounded up), "12GiB" (also KB … TB, KiB … TiB), a number of
+            slots, or "auto": all rows if they fit into available memory less the reserve,
+            otherwise as many as fit.
+        name: of the setting, for messages.
+        rows: rows that could want a slot. row_bytes: size of a slot.
+        reserve: bytes that "auto" leaves to everything else.
+        available: bytes of free memory; default: what the operating system reports.
+
+    Raises ConfigError naming the setting. Whether the pool is large enough to work is not checked
+    here but where it is made.
+    """
+    text = str(setting).strip()
+    if text == "auto":
+        free = psutil.virtual_memory().available if available is None else available
+        slots = min(rows, max(0, free - reserve) // row_bytes)
+        why = f"{_size(free)} of memory are available and {_size(reserve)} stay in reserve, so " + (
+            "all fit" if slots == rows else f"{slots} of {rows} fit"
+        )
+    elif match := re.fullmatch(r"(\d+(?:\.\d*)?)\s*%", text):
+        percent = float(match[1])
+        if percent > 100:
+            raise ConfigError(f"{name} {text!r} is more than all rows.", _FORMS)
+        slots = math.ceil(rows * percent / 100)
+        why = f"{text} of {rows}"
+    elif re.fullmatch(r"\d+", text):
+        slots = min(rows, int(text))
+        why = f"{text} slots were asked for, and there are {rows} rows"
+    elif match := re.fullmatch(r"(\d+(?:\.\d*)?)\s*([KMGT]i?B)", text):
+        slots = min(rows, int(float(match[1]) * _UNITS[match[2]]) // row_bytes)
+        why = f"{text} hold {slots} of {rows} rows"
+    else:
+        raise ConfigError(f"{name} {text!r} is not a size.", _FORMS)
+    total = f"{slots} slots of {_size(row_bytes)}, {_size(slots * row_bytes)} in all"
+    return Sizing(slots, f"{name}: {total} ({why}).")
+
+
+def _size(nbytes: int) -> str:
+    value, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.4g} {unit}"
