@@ -20,7 +20,8 @@ from moet.cli.pack import make_pack
 from moet.cli.server import Server
 from moet.cli.ui import emit_json, err, out, size
 from moet.errors import CheckpointError
-from moet.eval import fidelity_of_pack, read_heldout
+from moet.eval.heldout import read_heldout
+from moet.eval.pack import fidelity_of_pack
 from moet.pack import Pack
 
 PROMPT = "The garbage collector in Python"

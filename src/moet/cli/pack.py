@@ -72,10 +72,10 @@ def pack(
     if as_json:
         emit_json(asdict(report) | {"path": str(report.path)})
         return
-    rate = report.checkpoint_bytes / max(report.seconds, 1e-9) / 1e9
+    rate = report.checkpoint_bytes / max(report.seconds, 1e-9)
     out.print(
         f"packed {report.layers} layers into [bold]{escape(str(report.path))}[/]: "
-        f"{size(report.pack_bytes)}, {report.seconds:.1f} s, {rate:.2f} GB/s of checkpoint"
+        f"{size(report.pack_bytes)}, {report.seconds:.1f} s, {size(rate)}/s of checkpoint"
     )
 
 

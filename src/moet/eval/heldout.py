@@ -29,6 +29,10 @@ class HeldOut:
     segments: tuple[str, ...]
     tokens: NDArray[np.int64]
 
+    def first(self, windows: int) -> HeldOut:
+        """The same with only the first `windows` of each segment."""
+        return HeldOut(self.segments, self.tokens[:, :windows])
+
 
 def cut_windows(
     stream: NDArray[np.uint16], segments: dict[str, tuple[int, int]], count: int, length: int

@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 from moet.errors import ConfigError
 
