@@ -220,7 +220,8 @@ class Checkpoint:
             raise CheckpointError(f"checkpoint {self.path} is closed.")
         if ref.dtype not in TORCH_DTYPES:
             raise CheckpointError(f"{ref.file}: tensor {ref.name!r} has dtype {ref.dtype}.")
-        buffer = torch.empty(ref.nbytes, dtype=torch.uint8)
+        # The device by name: inside vLLM the default one is the GPU.
+        buffer = torch.empty(ref.nbytes, dtype=torch.uint8, device="cpu")
         _pread(self._files[ref.file], buffer, ref)
         return buffer.view(TORCH_DTYPES[ref.dtype]).reshape(ref.shape)
 
