@@ -53,17 +53,19 @@ def test_it_is_the_checkpoints_own_config(tmp_path, format, inner):
         assert config.weight_block_size == [128, 128]
 
 
-@pytest.mark.parametrize("format", ["nvfp4", "fp8_block", "bf16"])
-def test_it_survives_the_way_into_another_process(tmp_path, format):
-    config = made(write_checkpoint(tmp_path / "model", "qwen3_moe", format))
-    (tmp_path / "config.pickle").write_bytes(pickle.dumps(config))
-    # As in vLLM's workers, the plugin has not been loaded when this is unpickled.
+def test_it_survives_the_way_into_another_process(tmp_path):
+    formats = ("nvfp4", "fp8_block", "bf16")
+    configs = [made(write_checkpoint(tmp_path / name, "qwen3_moe", name)) for name in formats]
+    (tmp_path / "config.pickle").write_bytes(pickle.dumps(configs))
+    # As in vLLM's workers, the plugin has not been loaded when this is unpickled; and numba must
+    # not be loaded by it (see config.py).
     script = (
         "import pickle, sys\n"
-        "config = pickle.load(open(sys.argv[1], 'rb'))\n"
+        "configs = pickle.load(open(sys.argv[1], 'rb'))\n"
         "from vllm.model_executor.model_loader import get_model_loader\n"
         "from vllm.config.load import LoadConfig\n"
-        "print(type(config).__mro__[2].__name__, type(get_model_loader(LoadConfig())).__name__)\n"
+        "print(*[type(config).__mro__[2].__name__ for config in configs],\n"
+        "      type(get_model_loader(LoadConfig())).__name__, 'numba' in sys.modules)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path / "config.pickle")],
@@ -71,7 +73,8 @@ def test_it_survives_the_way_into_another_process(tmp_path, format):
         text=True,
         check=True,
     )
-    assert done.stdout.split()[-2:] == [type(config).__mro__[2].__name__, "DenseLoader"]
+    inner = [type(config).__mro__[2].__name__ for config in configs]
+    assert done.stdout.split()[-5:] == [*inner, "DenseLoader", "False"]
 
 
 def test_without_the_flag_vllm_is_untouched():

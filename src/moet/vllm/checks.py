@@ -41,6 +41,7 @@ def check_model(hf_config: Any) -> None:
 
 def check_engine(vllm_config: Any) -> None:
     """Refuses impossible settings and features of vLLM that would give wrong output, or none."""
+    check_model(vllm_config.model_config.hf_config)
     Settings.from_additional_config(vllm_config.additional_config)
     for problem in _unsupported(vllm_config):
         raise problem
@@ -104,4 +105,4 @@ def _avoid_wrong_rotary(vllm_config: Any) -> None:
                 "Remove +rotary_embedding from --compilation-config.",
             )
         custom_ops.append("-rotary_embedding")
-        logger.info("moet: using the native rotary embedding; vLLM's CPU kernel is wrong for MLA.")
+        logger.debug("moet: using the native rotary embedding; vLLM's CPU kernel is wrong for MLA.")

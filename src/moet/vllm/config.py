@@ -7,6 +7,10 @@ the checkpoint's own answer, and only `RoutedExperts` layers get ours.
 
 vLLM pickles its configuration into the engine's and the workers' processes. The run-time classes
 are therefore attributes of this module, made when first asked for (`__getattr__`).
+
+Nothing here or in `loader.py` imports numba, which most of moet needs, at module level: vLLM 0.32's
+CPU worker, right before it makes its device, walks through all imported modules
+(`triton_utils/dispatcher.py`) and fails on llvmlite's.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from vllm.model_executor.layers.quantization.base_config import (
 )
 
 from moet.errors import UnsupportedError
+from vllm import envs
 
 METHOD = "moet"
 
@@ -74,11 +79,14 @@ class MoetMixin:
     def maybe_update_config(
         self, model_name: str, hf_config: Any = None, revision: str | None = None
     ) -> None:
-        """vLLM's first hook with the model's config at hand, in process 0: refuse here, early."""
-        from moet.vllm.checks import check_model
+        """vLLM's first hook with the model's config at hand, in process 0: refuse here, early.
 
+        Not where the engine runs in process 0 as well (see numba, above): `check_engine` does then.
+        """
         super().maybe_update_config(model_name, hf_config, revision)  # type: ignore[misc]
-        if hf_config is not None:
+        if hf_config is not None and envs.VLLM_ENABLE_V1_MULTIPROCESSING:
+            from moet.vllm.checks import check_model
+
             check_model(hf_config)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:

@@ -28,7 +28,6 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from moet.checkpoints import Checkpoint
 from moet.errors import CheckpointError
 
 LOAD_FORMATS = ("auto", "hf", "safetensors")
@@ -74,6 +73,8 @@ def dense_tensors(
     folder: Path, files: list[str], prefix: str = ""
 ) -> Generator[tuple[str, Tensor], None, None]:
     """Every tensor of `files` but those of routed experts: (prefix + name, tensor)."""
+    from moet.checkpoints import Checkpoint  # not before the worker is up: see config.py
+
     checkpoint = Checkpoint.open(folder)
     read = passed = 0
     for file in files:

@@ -23,8 +23,7 @@ from moet.checkpoints import Checkpoint
 from moet.checkpoints.base import Geometry
 from moet.errors import ConfigError, PackError
 from moet.formats.layout import Precision
-from moet.kernels import make_operator
-from moet.kernels.base import ExpertRows, ExpertsOperator, SwiGLU
+from moet.kernels import CpuExperts, ExpertRows, ExpertsOperator, SwiGLU, make_operator
 from moet.pack import Pack, PackRowSource, verify_pack
 from moet.residency.manager import ResidencyManager
 from moet.settings import Settings
@@ -157,12 +156,19 @@ def build_runtime(vllm_config: Any, layers: Sequence[int], tp_rank: int, tp_size
         heat_path=_heat_path(settings, tp_rank),
         progress=_progress(),
     )
-    name = "cpu" if settings.operator == "auto" else settings.operator
-    operator = make_operator(name, threads=settings.threads)
+    operator = _operator(settings)
     if tp_rank == 0:
-        _summarize(pack, settings, name, precision, [of.reason for of in sizings.values()])
+        _summarize(pack, settings, operator.name, precision, [of.reason for of in sizings.values()])
     decode_length = 1 + (speculative.num_speculative_tokens if speculative is not None else 0)
     return Runtime(geometry, manager, source, precision, operator, decode_length, tp_size)
+
+
+def _operator(settings: Settings) -> ExpertsOperator:
+    if settings.operator not in ("auto", CpuExperts.name):
+        return make_operator(settings.operator)
+    operator = CpuExperts(threads=settings.threads)
+    operator.warm_up()  # compiling takes seconds; not in the first request
+    return operator
 
 
 def _precisions(pack: Pack, layer: int, fp4: NDArray[np.bool_]) -> list[Precision]:
