@@ -89,7 +89,7 @@ def read_manifest(path: Path) -> Manifest:
     file = path / MANIFEST_NAME
     if not path.is_dir():
         raise PackError(f"{path}: there is no such pack.", "Make it with `moet pack`.")
-    if path.suffix == ".partial" or not file.exists():
+    if not file.exists():
         raise PackError(
             f"{path}: is not a finished pack: it has no {MANIFEST_NAME}.",
             "Run `moet pack` again; it resumes where it was interrupted.",

@@ -104,7 +104,12 @@ class PackRowSource(RowSource):
         if layer is None or not 0 <= key.expert < self.num_experts:
             raise PackError(f"{self._pack.path}: has no layer {key.layer} expert {key.expert}.")
         _, layout = layer.layout.rows(key.precision)
-        if key.precision is not layout.precision or key.precision not in self.layouts:
+        here = (
+            key.precision is Precision.BASE
+            or layer.layout.fp4_in_pack
+            or self._checkpoint is not None
+        )
+        if key.precision is not layout.precision or not here:
             raise PackError(
                 f"{layer.path}: has no {key.precision} row of expert {key.expert}.",
                 "FP4 rows need the checkpoint, or a pack made with them.",

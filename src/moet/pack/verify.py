@@ -39,6 +39,9 @@ class Problem:
     precision: Precision | None = None
     slice: int | None = None
 
+    def __str__(self) -> str:
+        return f"{self.file}: {self.reason}"
+
 
 def verify_pack(
     path: str | Path, progress: Progress | None = None, *, checkpoint: Checkpoint | None = None
