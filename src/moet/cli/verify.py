@@ -42,5 +42,5 @@ def verify(
     elif not problems:
         out.print(f"[bold]{escape(str(pack))}[/]: every byte is what was packed")
     for problem in problems if not as_json else ():
-        err.print(f"[bold red]damaged:[/] {escape(problem.reason)}", soft_wrap=True)
+        err.print(f"[bold red]damaged:[/] {escape(str(problem))}", soft_wrap=True)
     raise typer.Exit(1 if problems else 0)
