@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from moet.formats.layout import Precision
 from moet.pack import Pack
 from tests.cli.conftest import Ran
 
@@ -38,7 +39,7 @@ def test_verify_names_the_damaged_row(moet: Moet, checkpoint: Path, tmp_path: Pa
     moet("pack", checkpoint, "-o", tmp_path / "p")
     layer = Pack.open(tmp_path / "p").layers[2]
     with layer.path.open("r+b") as file:
-        place = layer.layout.places["base"].start + 5 * layer.layout.base.row_bytes + 17
+        place = layer.layout.row_offset(Precision.BASE, 5) + 17
         file.seek(place)
         byte = file.read(1)[0]
         file.seek(place)

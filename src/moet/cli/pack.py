@@ -75,7 +75,8 @@ def pack(
     rate = report.checkpoint_bytes / max(report.seconds, 1e-9)
     out.print(
         f"packed {report.layers} layers into [bold]{escape(str(report.path))}[/]: "
-        f"{size(report.pack_bytes)}, {report.seconds:.1f} s, {size(rate)}/s of checkpoint"
+        f"{size(report.pack_bytes)}, {report.seconds:.1f} s, {size(rate)}/s of checkpoint",
+        soft_wrap=True,
     )
 
 
@@ -90,7 +91,6 @@ def make_pack(
     force: bool = False,
 ) -> PackReport:
     """Writes a pack under a progress bar."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     with Bar("packing") as bar:
         return write_pack(
             checkpoint,

@@ -40,7 +40,7 @@ def verify(
     if as_json:
         emit_json({"pack": str(pack), "problems": [asdict(problem) for problem in problems]})
     elif not problems:
-        out.print(f"[bold]{escape(str(pack))}[/]: every byte is what was packed")
+        out.print(f"[bold]{escape(str(pack))}[/]: every byte is what was packed", soft_wrap=True)
     for problem in problems if not as_json else ():
         err.print(f"[bold red]damaged:[/] {escape(str(problem))}", soft_wrap=True)
     raise typer.Exit(1 if problems else 0)
