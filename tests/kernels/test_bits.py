@@ -48,7 +48,7 @@ def test_a_token_alone_and_in_any_batch(experts: Experts) -> None:
 
 
 def test_many_tokens_of_one_expert() -> None:
-    """More than the stages hold at once, in groups of four, two and one."""
+    """More than the stages hold at once, in groups of three and two."""
     experts = make_experts([Precision.BASE], 64, 64, 2)
     x = torch.randn(75, 64, generator=torch.Generator().manual_seed(4))
     ids, weights = torch.zeros(75, 1, dtype=torch.int32), torch.rand(75, 1)

@@ -20,9 +20,9 @@ from moet.kernels.cpu.strip import TOKEN_GROUPS, make_strip
 OF_JOB = types.void(types.int64)
 STRIP = types.void(*[types.int64] * 7)
 
-_base1, _base2, _base4 = (make_strip(Precision.BASE, n) for n in TOKEN_GROUPS)
-_mxfp1, _mxfp2, _mxfp4 = (make_strip(Precision.MXFP4, n) for n in TOKEN_GROUPS)
-_nvfp1, _nvfp2, _nvfp4 = (make_strip(Precision.NVFP4, n) for n in TOKEN_GROUPS)
+_base1, _base2, _base3 = (make_strip(Precision.BASE, n) for n in TOKEN_GROUPS)
+_mxfp1, _mxfp2, _mxfp3 = (make_strip(Precision.MXFP4, n) for n in TOKEN_GROUPS)
+_nvfp1, _nvfp2, _nvfp3 = (make_strip(Precision.NVFP4, n) for n in TOKEN_GROUPS)
 
 
 @dataclass(frozen=True)
@@ -81,19 +81,19 @@ def _entries(revision: int) -> list[tuple[Callable[..., None], Any]]:
         elif kernel == 1:
             _base2(codes, scales, blocks, matrices, records, acc)
         elif kernel == 2:
-            _base4(codes, scales, blocks, matrices, records, acc)
+            _base3(codes, scales, blocks, matrices, records, acc)
         elif kernel == 3:
             _mxfp1(codes, scales, blocks, matrices, records, acc)
         elif kernel == 4:
             _mxfp2(codes, scales, blocks, matrices, records, acc)
         elif kernel == 5:
-            _mxfp4(codes, scales, blocks, matrices, records, acc)
+            _mxfp3(codes, scales, blocks, matrices, records, acc)
         elif kernel == 6:
             _nvfp1(codes, scales, blocks, matrices, records, acc)
         elif kernel == 7:
             _nvfp2(codes, scales, blocks, matrices, records, acc)
         else:
-            _nvfp4(codes, scales, blocks, matrices, records, acc)
+            _nvfp3(codes, scales, blocks, matrices, records, acc)
 
     def records(job: int) -> None:
         if revision >= 0:

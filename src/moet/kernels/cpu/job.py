@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import numpy as np
@@ -10,47 +11,54 @@ from numba import carray, njit
 from moet.formats.layout import TILE, RowLayout
 from moet.kernels.cpu.memory import pointer
 
-# Addresses are int64. Sizes in elements unless "bytes" is said.
-JOB = np.dtype(
-    [
-        # from the caller
-        ("x", np.int64),  # float32 [tokens, hidden]
-        ("ids", np.int64),  # int32 [tokens, topk]
-        ("weights", np.int64),  # float32 [tokens, topk]
-        ("out", np.int64),  # float32 [tokens, hidden]
-        ("tokens", np.int64),
-        ("topk", np.int64),
-        ("hidden", np.int64),
-        ("intermediate", np.int64),
-        ("rows", np.int64),  # experts present
-        ("experts", np.int64),  # int64 [rows], ascending
-        ("address", np.int64),  # int64 [rows]
-        ("precision", np.int64),  # int64 [rows], number in strip.PRECISIONS
-        ("factor", np.int64),  # float32 [rows, 3]
-        ("layouts", np.int64),  # int64 [precisions, LAYOUT fields]
-        ("limit", np.float64),  # of SwiGLU; infinite for none
-        ("x_records", np.int64),  # space for the records of x, one set for each order
-        ("h_records", np.int64),  # space for the records of `pairs` rows of h
-        ("pairs", np.int64),
-        ("threads", np.int64),
-        ("region", np.int64),  # GOMP_parallel
-        ("strip", np.int64),  # C function, see `strip.call_strip`
-        ("records_stage", np.int64),  # the stages, as C functions of the job's address
-        ("gate_up_stage", np.int64),
-        ("down_stage", np.int64),
-        # between the stages, in memory of the caller's
-        ("pair_token", np.int64),  # int64 [tokens · topk], sorted by expert, then token
-        ("pair_weight", np.int64),  # float32, likewise
-        ("segments", np.int64),  # int64 [rows, SEGMENT fields]: one expert's pairs of a batch
-        ("segment_count", np.int64),
-        ("first_pair", np.int64),  # of the batch
-        ("orders", np.int64),  # bit set of the record orders in use
-        ("units", np.int64),  # of the running stage
-        ("chunk", np.int64),  # units taken at once
-        ("ticket", np.int64),  # chunks taken
+
+class Job(ctypes.Structure):
+    """Arguments and state of a call. All fields are int64; `*` marks an address."""
+
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in (
+            # from the caller
+            "x",  # * float32 [tokens, hidden]
+            "ids",  # * int32 [tokens, topk]
+            "weights",  # * float32 [tokens, topk]
+            "out",  # * float32 [tokens, hidden]
+            "tokens",
+            "topk",
+            "hidden",
+            "intermediate",
+            "rows",  # experts present
+            "experts",  # * int64 [rows], ascending
+            "address",  # * int64 [rows]
+            "precision",  # * int64 [rows], number in strip.PRECISIONS
+            "factor",  # * float32 [rows, 3]
+            "layouts",  # * int64 [precisions, LAYOUT fields]
+            "limit",  # the bits of SwiGLU's limit as float32; of infinity for none
+            "threads",
+            "region",  # * GOMP_parallel, or 0
+            "strip",  # * C function, see `compiled`
+            "records_stage",  # * C function of the job's address, like the next two
+            "gate_up_stage",
+            "down_stage",
+            # between the stages, in memory of the caller's
+            "x_records",  # * records of x, a set for each order
+            "h_records",  # * records of `pairs` rows of h
+            "pairs",  # of token and expert, in a batch
+            "pair_token",  # * int64 [tokens · topk], sorted by expert, then token
+            "pair_weight",  # * float32, likewise
+            "segments",  # * int64 [rows, SEGMENT fields]: one expert's pairs of a batch
+            "segment_count",
+            "first_pair",  # of the batch
+            "orders",  # bit set of the record orders in use
+            "units",  # of the running stage
+            "chunk",  # units taken at once
+            "ticket",  # chunks taken
+        )
     ]
-)
-TICKET_AT: int = JOB.fields["ticket"][1] if JOB.fields else 0
+
+
+JOB = np.dtype(Job)
+TICKET_AT: int = Job.ticket.offset
 
 ROW, LOW, HIGH = range(3)  # SEGMENT: index into `rows`; its pairs [LOW, HIGH)
 SEGMENT = 3

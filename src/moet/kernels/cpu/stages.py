@@ -17,6 +17,7 @@ from moet.kernels.cpu.activations import (
     BASE_ORDER,
     FP4_ORDER,
     RECORD_BYTES,
+    bits_float,
     swiglu,
     to_record,
 )
@@ -49,8 +50,8 @@ _DOWN_PAIRS = 16  # tokens whose accumulators are kept at once in the down stage
 
 @njit  # type: ignore[untyped-decorator]
 def _group(left: int) -> int:
-    """How many of the `left` tokens share the next tiles."""
-    return 4 if left >= 4 else 2 if left >= 2 else 1
+    """How many of the `left` tokens share the next tiles: as many as a strip takes, none alone."""
+    return 2 if left == 4 else min(left, 3)
 
 
 @njit  # type: ignore[untyped-decorator]
@@ -102,10 +103,9 @@ def gate_up_stage(address: int) -> None:
     tokens = carray(pointer(job.pair_token), segments[-1, HIGH], np.int64)
     digits = carray(pointer(job.h_records), (job.pairs, groups, RECORD_BYTES), np.uint8)
     words = carray(pointer(job.h_records), (job.pairs, groups, RECORD_BYTES // 4), np.int32)
-    acc = np.empty((2, 4, TILE), np.float32)
-    sums = acc.reshape(8, TILE)
+    acc = np.empty((6, TILE), np.float32)
     gate, up = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
-    records = np.empty(4, np.int64)
+    records = np.empty(3, np.int64)
     while True:
         first, end = _next_units(address, job.chunk, job.units)
         if first >= end:
@@ -129,15 +129,15 @@ def gate_up_stage(address: int) -> None:
                     token = order * job.tokens + tokens[pair + i]
                     records[i] = job.x_records + token * blocks * RECORD_BYTES
                 acc[:] = 0
-                kernel = 3 * precision + count // 2
+                kernel = 3 * precision + count - 1
                 at = (kernel, codes, scales, blocks, 2, records.ctypes.data, acc.ctypes.data)
                 call(job.strip, at)
                 for i in range(count):
                     for k in range(TILE):
                         place = _PLACES[precision, k]
-                        gate[k] = sums[i, place] * gate_unit
-                        up[k] = sums[count + i, place] * up_unit
-                    swiglu(gate, up, job.limit)
+                        gate[k] = acc[i, place] * gate_unit
+                        up[k] = acc[count + i, place] * up_unit
+                    swiglu(gate, up, bits_float(np.int32(job.limit)))
                     index = pair + i - job.first_pair
                     to_record(gate, order, digits[index, group], words[index, group])
                 pair += count
@@ -154,7 +154,7 @@ def down_stage(address: int) -> None:
     precisions = carray(pointer(job.precision), job.rows, np.int64)
     acc = np.empty((job.chunk, _DOWN_PAIRS, TILE), np.float32)
     sums = acc.reshape(job.chunk * _DOWN_PAIRS, TILE)
-    records = np.empty(4, np.int64)
+    records = np.empty(3, np.int64)
     while True:
         first, end = _next_units(address, job.chunk, job.units)
         if first >= end:
@@ -211,7 +211,7 @@ def _down_slice(
             for i in range(count):
                 records[i] = h_records + (pair + i) * h_stride
             arguments = (
-                3 * precision + count // 2,
+                3 * precision + count - 1,
                 codes + unit * tiles * code_bytes,
                 scales + unit * tiles * scale_bytes,
                 tiles,

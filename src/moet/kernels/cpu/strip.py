@@ -1,4 +1,4 @@
-"""The inner loop: tiles of a row times the activations of one, two or four tokens.
+"""The inner loop: tiles of a row times the activations of one, two or three tokens.
 
 The product of 32 codes with 32 activations is computed in integers and is exact: codes become
 bytes (`simd.Codebook`), an activation is a 24-bit number in three signed bytes (`activations`).
@@ -32,7 +32,8 @@ from moet.kernels.cpu.simd import (
     best,
 )
 
-TOKEN_GROUPS = (1, 2, 4)
+# Three tokens keep 18 sums in registers; four would spill.
+TOKEN_GROUPS = (1, 2, 3)
 PRECISIONS = (Precision.BASE, Precision.MXFP4, Precision.NVFP4)  # by the number that stages use
 PREFETCH_BYTES = 4096
 
