@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import torch
-from tests.fixtures.checkpoints import write_checkpoint
 from transformers import AutoConfig
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
@@ -16,6 +15,7 @@ from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
 from moet.errors import UnsupportedError
 from moet.vllm.config import METHOD, MoetConfig, UnquantizedConfig
 from moet.vllm.plugin import register
+from tests.fixtures.checkpoints import write_checkpoint
 
 
 @pytest.fixture(scope="module", autouse=True)

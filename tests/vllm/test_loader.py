@@ -3,9 +3,9 @@
 import pytest
 import torch
 from safetensors import safe_open
-from tests.fixtures.checkpoints import write_checkpoint
 
 from moet.vllm import loader
+from tests.fixtures.checkpoints import write_checkpoint
 
 
 @pytest.mark.parametrize("format", ["bf16", "fp8_block", "nvfp4"])

@@ -1,0 +1,40 @@
+"""Worker methods that only the tests need: other settings without another boot, and logits."""
+
+from typing import Any
+
+from blake3 import blake3
+
+from moet.vllm.method import find_runtime, moet_methods
+from moet.vllm.runtime import build_runtime
+from moet.vllm.worker import MoetWorkerExtension
+
+
+class ServingTestExtension(MoetWorkerExtension):
+    def moet_configure(self, settings: dict[str, Any]) -> None:
+        """Replaces the runtime by one with these settings, as a new start would make it."""
+        self.vllm_config.additional_config = {"moet": settings}
+        methods = moet_methods(self.vllm_config)
+        old = find_runtime(self.vllm_config)
+        layers = [method.layer for method in methods]
+        new = build_runtime(self.vllm_config, layers, methods[0].moe.tp_rank, old.tp_size)
+        for method in methods:
+            method.runtime = new
+        old.manager.close()
+
+    def moet_record_logits(self) -> None:
+        """From now on keeps a digest of all logits, those of prompt tokens included."""
+        model = self.model_runner.model
+        compute = type(model).compute_logits
+        self._digest = blake3()
+
+        def recorded(hidden_states, *args, **kwargs):
+            logits = compute(model, hidden_states, *args, **kwargs)
+            self._digest.update(logits.float().contiguous().numpy().tobytes())
+            return logits
+
+        model.compute_logits = recorded
+
+    def moet_digest(self) -> str:
+        """The digest of the logits since the last call."""
+        digest, self._digest = self._digest.hexdigest(), blake3()
+        return digest

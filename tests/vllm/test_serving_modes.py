@@ -1,0 +1,95 @@
+"""Speculation, tensor parallelism, compiled mode, damage while serving, and vLLM without moet."""
+
+import os
+import shutil
+
+import pytest
+import torch
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from moet.checkpoints import Checkpoint
+from moet.eval.reference import load_reference
+from moet.eval.sources import fp4_experts
+from moet.pack import Pack
+from tests.fixtures.checkpoints import write_checkpoint
+from tests.vllm.serving import NANO, engine, generate, make_pack, prompts, reference_tokens
+
+pytestmark = pytest.mark.server
+IDS = prompts(8192, (40, 7, 21, 3))
+TOKENS = 16
+
+
+@pytest.fixture(scope="module")
+def pack(tmp_path_factory):
+    return make_pack(NANO, tmp_path_factory.mktemp("nano") / "pack")
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Greedy tokens of the FP4 model in transformers."""
+    with Checkpoint.open(NANO) as checkpoint:
+        model = load_reference(checkpoint, fp4_experts(checkpoint))
+    return reference_tokens(model, IDS, TOKENS)
+
+
+def tokens(llm):
+    return [list(o.outputs[0].token_ids) for o in generate(llm, IDS, TOKENS)]
+
+
+def test_speculative_decoding_with_the_draft_head(pack, expected):
+    settings = {"pack": str(pack), "precision": "fp4", "fp4_pool": "40%"}
+    speculative = {"method": "mtp", "num_speculative_tokens": 1}
+    with engine(NANO, settings, speculative_config=speculative, disable_log_stats=False) as llm:
+        assert tokens(llm) == expected
+        counts = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
+    accepted = counts["vllm:spec_decode_num_accepted_tokens"]
+    assert accepted > 0.3 * counts["vllm:spec_decode_num_drafts"]
+
+
+def test_two_ranks_hold_half_a_row_each(pack, expected, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    settings = {"pack": str(pack), "precision": "fp4", "fp4_pool": "40%"}
+    with engine(NANO, settings, tensor_parallel_size=2) as llm:
+        assert tokens(llm) == expected
+        first, second = llm.collective_rpc("moet_stats")
+    assert first["pools"] == second["pools"]
+    assert first["disk_bytes"] == second["disk_bytes"] > 0
+
+
+def test_compiled_and_then_damaged(pack, expected, tmp_path, capfd):
+    damaged = shutil.copytree(pack, tmp_path / "pack")
+    settings = {"pack": str(damaged), "precision": "base", "base_pool": "10%"}
+    with engine(NANO, settings, enforce_eager=False) as llm:
+        assert tokens(llm) == tokens(llm)
+        # FP4 rows are in the checkpoint; a compiled engine gives the reference's tokens with them.
+        llm.collective_rpc("moet_configure", args=({**settings, "precision": "fp4"},))
+        assert tokens(llm) == expected
+        llm.collective_rpc("moet_configure", args=(settings,))
+        layer = Pack.open(damaged).layers[2]
+        with open(layer.path, "r+b") as file:
+            for expert in range(32):
+                file.seek(layer.layout.row_offset(layer.layout.base.precision, expert) + 100)
+                byte = file.read(1)[0]
+                file.seek(-1, os.SEEK_CUR)
+                file.write(bytes([byte ^ 1]))
+        with pytest.raises(EngineDeadError):
+            generate(llm, prompts(8192, (60,), seed=1), 4)
+    log = capfd.readouterr()
+    assert f"PackError: {layer.path}: layer 2 expert" in log.out + log.err
+
+
+def test_without_moet_vllm_is_the_same(tmp_path, monkeypatch):
+    model = write_checkpoint(tmp_path, "qwen3_moe", "bf16")
+    ids, found = prompts(256, (9, 30)), []
+    for plugins in (None, ""):
+        monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+        if plugins is not None:
+            monkeypatch.setenv("VLLM_PLUGINS", plugins)
+        with engine(model, None, dtype="bfloat16") as llm:
+            outputs = generate(llm, ids, 12, logprobs=1)
+            found.append(
+                [(list(o.outputs[0].token_ids), o.outputs[0].cumulative_logprob) for o in outputs]
+            )
+    assert found[0] == found[1]
+    assert not torch.tensor([total for _, total in found[0]]).isnan().any()
