@@ -6,10 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moet.errors import CheckpointError
-from moet.formats.numbers import E4M3_VALUES
 from moet.quantize.base import (
     QUANTIZERS,
-    SCALE_MAX_BYTE,
     BaseQuantizer,
     MatrixContext,
     TwoBitMatrix,
@@ -17,7 +15,7 @@ from moet.quantize.base import (
 )
 from moet.quantize.search import largest_magnitude, search_blocks
 
-_LARGEST_SCALE = float(E4M3_VALUES[SCALE_MAX_BYTE])
+_STEPS = 256  # max|w| in units of the factor
 _INFINITY_BITS = 0x7F800000
 _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 
@@ -26,10 +24,11 @@ _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 class DataFreeQuantizer(BaseQuantizer):
     """Codes and scale of every block chosen together, for the least squared error (`search`).
 
-    The factor is max|w| / 112. No block can need a scale above its own max|w| (a flat block needs
-    just that), so 112, the largest scale allowed, always suffices; and every block whose scale is
-    above 2^-6 / 112 = 1/7168 of max|w| gets it as a normal E4M3 number, at full precision. Weights
-    in blocks that are smaller than that are zero for all practical purposes beside the largest.
+    The factor is max|w| / 256. No block needs a scale of 0.4 of its own max|w| or more (`search`),
+    which is 102.4 here and within 112, the largest allowed. A larger factor would only push small
+    blocks below 2^-6, where E4M3 loses precision and ×4 its exactness: with this one, every block
+    whose scale is above max|w| / 16384 gets it in full. And a power of two makes the factor exact,
+    and a matrix of ±max|w| too.
     """
 
     name = "data-free"
@@ -48,7 +47,5 @@ class DataFreeQuantizer(BaseQuantizer):
 
 
 def _factor(largest: float) -> float:
-    """largest / 112 as a float32 number; 1 for a matrix of zeros."""
-    if largest == 0:
-        return 1.0
-    return max(float(np.float32(largest / _LARGEST_SCALE)), _SMALLEST_NORMAL)
+    """largest / 256, a float32 number; 1 for a matrix of zeros."""
+    return max(largest / _STEPS, _SMALLEST_NORMAL) if largest else 1.0

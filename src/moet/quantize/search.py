@@ -9,12 +9,13 @@ so a scale's worth, the bracket, needs n and B only. s is a factor times an E4M3
 E4M3 byte of |w| / (2.5 · factor), rounded down, is the byte of the largest scale for which w is
 big. So a histogram of the 32 bytes, summed from the top, gives n and B of every scale at once.
 
-Which scales can be best? From 0.4 max|w| on nothing is big and the bracket falls away from s =
-mean|w|: none above both matters. None below max|w| / 16.7 can be best either: there, some larger
-multiple serves the largest weight better by more than it costs the 31 others, whatever they are (a
-linear program over their distribution gives 16.6). That is at most WINDOW numbers of E4M3. A
-worth is found on integers (|w| cut to 2^-26 of the block's largest power of two), so the result
-does not depend on the order of additions, and hence not on the machine.
+Which scales can be best? From 0.4 max|w| on nothing is big, and then s / 4 does as well or better:
+its ±4 (s / 4) is the same ±s, and ±s / 4 is offered beside it. Nor can a scale below max|w| / 16.7
+be best: there, some larger multiple serves the largest weight better by more than it costs the 31
+others, whatever they are (a linear program over their distribution gives 16.6). Between the two
+are at most WINDOW numbers of E4M3. A worth is found on integers (|w| cut to 2^-26 of the power of
+two above the block's largest), so the result does not depend on the order of additions, and hence
+not on the machine.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _FRACTION_BITS = 25
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _EXPONENT = np.int32(0x7F800000)
 _FIXED_ONE = (254 + _FRACTION_BITS) << 23
-_LARGEST_POWER = np.int32(254 << 23)
+_LEAST_EXPONENT = np.int32(_FRACTION_BITS << 23)
 _INDEX = 31  # low bits of a worth that give way to the candidate's index
 
 F64 = NDArray[np.float64]
@@ -45,7 +46,7 @@ U8 = NDArray[np.uint8]
 def search_blocks(weight: NDArray[np.float32], factor: float) -> tuple[U8, U8]:
     """(codes uint8 [N, K], scales uint8 [N, K/32]) of least squared error for W under `factor`.
 
-    weight: finite, C-contiguous, K a multiple of 32. factor: positive, at least max|w| / 112.
+    weight: finite, C-contiguous, K a multiple of 32. factor: positive, at least 0.4 max|w| / 112.
     A block that no allowed scale serves better than zeros do gets scale 0 and small codes.
 
     A weight of 0 has no sign, so the one it gets is chosen by error feedback: the sum of q − w over
@@ -98,9 +99,8 @@ def _search(
             top = np.int32(0)
             for i in range(BLOCK):
                 top = max(top, np.int32(w_bits[i] & _MAGNITUDE))
-            # The power of two that brings max|w| to [2^25, 2^26); for tiny weights, the largest.
-            power = np.int32(_FIXED_ONE - (top & _EXPONENT))
-            word[0] = min(power, _LARGEST_POWER)
+            # The power of two that brings max|w| to [2^25, 2^26), or float32's largest.
+            word[0] = _FIXED_ONE - max(np.int32(top & _EXPONENT), _LEAST_EXPONENT)
             to_fixed = real[0]
             total, signed, zeros = np.int32(0), np.int32(0), np.int32(0)
             for i in range(BLOCK):
@@ -111,13 +111,11 @@ def _search(
                 signed = np.int32(signed + ((fixed[i] ^ mask) - mask))
                 zeros = np.int32(zeros + np.int32((w_bits[i] & _MAGNITUDE) == 0))
 
-            # The window ends at the byte of 0.4 max|w|, or of mean|w| rounded up if that is more.
-            unit = np.float64(to_fixed) * factor
+            # The window ends at the byte of 0.4 max|w|. Where it would begin below the smallest
+            # scale it is moved up, past every scale that could be best for so small a block.
             word[0] = top
             real[0] = real[0] * inverse
-            last = word[0] >> _BYTE_SHIFT
-            real[0] = np.float32(total / (BLOCK * unit))
-            last = max(last, (word[0] + ((1 << _BYTE_SHIFT) - 1)) >> _BYTE_SHIFT) - _BYTE_BIAS
+            last = (word[0] >> _BYTE_SHIFT) - _BYTE_BIAS
             first = max(min(last, SCALE_MAX_BYTE) - (WINDOW - 1), SCALE_MIN_BYTE)
 
             # Bucket c + 1: big for the candidates 0..c; bucket 0: for none of them.
@@ -131,6 +129,7 @@ def _search(
             for c in range(WINDOW, 0, -1):
                 above += histogram[c]
                 histogram[c] = above
+            unit = np.float64(to_fixed) * factor
             for c in range(WINDOW):
                 count = np.float64(np.int32(histogram[c + 1] >> 32))
                 big = np.float64(np.int32(histogram[c + 1]))
