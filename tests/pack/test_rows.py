@@ -11,8 +11,9 @@ import pytest
 
 from moet.checkpoints import Checkpoint
 from moet.errors import CheckpointError, ConfigError, PackError, UnsupportedError
-from moet.formats import Precision
+from moet.formats import Matrix, Precision, RowLayout, encode_row
 from moet.pack import Pack, PackRowSource, RowKey, verify_pack
+from moet.pack.kernel_order import PackedMatrix, encode_packed_row
 from tests.pack.conftest import Case
 
 BASE, NVFP4, MXFP4 = Precision.BASE, Precision.NVFP4, Precision.MXFP4
@@ -189,3 +190,29 @@ def test_threads_read_the_same(case: Case, direct_io: bool) -> None:
         for thread in threads:
             thread.join()
         assert wrong == []
+
+
+@pytest.mark.parametrize("precision", [NVFP4, MXFP4])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_packed_codes_go_where_encode_row_puts_them(precision: Precision, ranks: int) -> None:
+    hidden, intermediate, slices = 96, 256, 4
+    rng = np.random.default_rng(0)
+
+    def matrix(n: int, k: int) -> tuple[PackedMatrix, Matrix]:
+        packed = rng.integers(0, 256, (n, k // 2), np.uint8)
+        scales = rng.integers(0, 256, (n, k // precision.block), np.uint8)
+        codes = np.stack([packed & 15, packed >> 4], -1).reshape(n, k)
+        return PackedMatrix(packed.view(np.uint32), scales), Matrix(codes, scales)
+
+    gate, up = matrix(intermediate, hidden), matrix(intermediate, hidden)
+    down = matrix(hidden, intermediate)
+    whole = RowLayout(precision, hidden, intermediate, slices)
+    truth = np.empty(whole.row_bytes, np.uint8)
+    encode_row(whole, gate[1], up[1], down[1], truth)
+    local, joined = whole.local(ranks), []
+    for rank in range(ranks):
+        out = np.full(local.row_bytes, 0xFF, np.uint8)
+        encode_packed_row(local, rank * local.slices, gate[0], up[0], down[0], out)
+        joined.append(out[: local.payload_bytes])
+        assert not out[local.payload_bytes :].any()
+    assert np.array_equal(np.concatenate(joined), truth[: whole.payload_bytes])

@@ -7,17 +7,15 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from blake3 import blake3
-from torch import Tensor
 
 from moet.checkpoints.base import PROJECTIONS
-from moet.checkpoints.reader import TORCH_DTYPES, Checkpoint
+from moet.checkpoints.reader import Checkpoint
 from moet.errors import CheckpointError, PackError
 from moet.formats.base import FORMATS
-from moet.formats.fp4 import fp4_matrix
-from moet.formats.layout import Matrix, Precision, RowLayout, encode_row
+from moet.formats.layout import RowLayout
 from moet.pack.files import REMAKE, U8, StorageFile
+from moet.pack.kernel_order import PackedMatrix, encode_packed_row
 from moet.pack.reader import Pack
 from moet.pack.source import RowKey
 
@@ -31,7 +29,6 @@ class Part(NamedTuple):
 
     projection: int
     name: str
-    dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
     stop: int
@@ -85,7 +82,8 @@ class CheckpointRows:
         down projection is cut along its columns. Returns the bytes read from storage.
         """
         buffer, done = self._load(key)
-        _encode(key.precision, self._parts[key.layer], buffer, local, rank, out)
+        gate, up, down = (_packed(self._parts[key.layer], buffer, number) for number in range(3))
+        encode_packed_row(local, rank * local.slices, gate, up, down, out[: local.row_bytes])
         return done
 
     def check(self, key: RowKey) -> int:
@@ -158,30 +156,15 @@ def _parts(checkpoint: Checkpoint, layer: int) -> list[Part]:
             ref = located[projection][name]
             start = -(-end // ALIGN) * ALIGN
             end = start + ref.nbytes
-            parts.append(Part(number, name, TORCH_DTYPES[ref.dtype], ref.shape, start, end))
+            parts.append(Part(number, name, ref.shape, start, end))
     return parts
 
 
-def _encode(
-    precision: Precision, parts: list[Part], buffer: U8, local: RowLayout, rank: int, out: U8
-) -> None:
-    matrices: list[Matrix] = []
-    for number in range(len(PROJECTIONS)):
-        tensors: dict[str, Tensor] = {
-            part.name: torch.from_numpy(buffer[part.start : part.stop])
-            .view(part.dtype)
-            .reshape(part.shape)
-            for part in parts
-            if part.projection == number
-        }
-        matrices.append(fp4_matrix(precision, tensors)[0])
-    gate, up, down = matrices
-    rows = slice(rank * local.intermediate, (rank + 1) * local.intermediate)
-    cols = slice(rows.start // local.precision.block, rows.stop // local.precision.block)
-    encode_row(
-        local,
-        Matrix(gate.codes[rows], gate.scales[rows]),
-        Matrix(up.codes[rows], up.scales[rows]),
-        Matrix(down.codes[:, rows], down.scales[:, cols]),
-        out[: local.row_bytes],
-    )
+def _packed(parts: list[Part], buffer: U8, number: int) -> PackedMatrix:
+    """The codes and scales of gate, up or down in the thread's buffer."""
+    found = {
+        part.name: buffer[part.start : part.stop].reshape(part.shape[0], -1)
+        for part in parts
+        if part.projection == number and len(part.shape) == 2
+    }
+    return PackedMatrix(found["codes"].view(np.uint32), found["scale"])
