@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.fixtures.checkpoints import write_checkpoint
 from torch import Tensor
 
 from moet.checkpoints import PROJECTIONS, Checkpoint
 from moet.errors import CheckpointError
+from tests.fixtures.checkpoints import write_checkpoint
 
 FAMILIES = ["deepseek_v3", "qwen3_moe", "glm4_moe"]
 PARTS = {

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from tests.fixtures.checkpoints import write_checkpoint
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -16,6 +15,7 @@ from moet.checkpoints import Checkpoint, ExpertWeights
 from moet.eval.fidelity import Fidelity, compare
 from moet.eval.heldout import HeldOut
 from moet.eval.reference import fused_experts, load_reference, relative_rms
+from tests.fixtures.checkpoints import write_checkpoint
 
 
 class Table(nn.Module):

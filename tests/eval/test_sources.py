@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tests.fixtures.checkpoints import write_checkpoint
 
 from moet.checkpoints import Checkpoint, ExpertWeights
 from moet.eval.sources import fp4_experts, mapped, power_of_two_experts, two_bit_experts
 from moet.quantize import QUANTIZERS
+from tests.fixtures.checkpoints import write_checkpoint
 
 
 def given(weight: torch.Tensor):

@@ -4,9 +4,9 @@ A *row* is one expert of one layer at one precision. It is cut into `slices` alo
 intermediate dimension, so that rank r of t reads slices [r·S/t, (r+1)·S/t): one contiguous run.
 A slice is a small expert of its own, `intermediate / slices` wide, in four sections:
 
-    gate/up codes   [row group][k block][gate, up] tiles     rows = slice of intermediate, k = hidden
+    gate/up codes   [row group][k block][gate, up] tiles   rows = slice of intermediate, k = hidden
     gate/up scales  [row group][k block][gate, up] tiles
-    down codes      [row group][k block] tiles               rows = hidden, k = slice of intermediate
+    down codes      [row group][k block] tiles             rows = hidden, k = slice of intermediate
     down scales     [row group][k block] tiles
 
 A *tile* is 32 rows × 32 k. Within it (t in 0..3, g in 0..7, h and c in 0..1, j in 0..7) the weight
@@ -184,9 +184,7 @@ def decode_row(layout: RowLayout, row: U8) -> tuple[Matrix, Matrix, Matrix]:
         Matrix(np.empty((inter, hidden), np.uint8), np.empty((inter, hidden // block), np.uint8))
         for _ in range(2)
     )
-    down = Matrix(
-        np.empty((hidden, inter), np.uint8), np.empty((hidden, inter // block), np.uint8)
-    )
+    down = Matrix(np.empty((hidden, inter), np.uint8), np.empty((hidden, inter // block), np.uint8))
     width = layout.slice_width
     for index in range(layout.slices):
         view = _slice_view(layout, row, index)
