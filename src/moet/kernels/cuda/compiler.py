@@ -12,53 +12,58 @@ from typing import Any
 
 from moet.errors import ConfigError, MoetError
 
-ARCHITECTURES = (80, 86, 89, 90, 100, 120)
-"""Compute capabilities (×10) that every source compiles for."""
+ARCHITECTURES = ("80", "86", "89", "90", "90a", "100", "120")
+"""What the sources compile for, as in `sm_90`; those named `…_sm90.cu` for `90a` alone."""
 
 
 class KernelCompileError(MoetError):
     """NVRTC refused a source: a bug, or an NVRTC too old for this GPU."""
 
 
-def compile_cubin(source: str, capability: int, defines: Mapping[str, int]) -> bytes:
-    """Machine code of the package's file `source` for sm_`capability`. Needs no GPU.
+def compile_cubin(source: str, architecture: str, defines: Mapping[str, int]) -> bytes:
+    """Machine code of the package's file `source` for sm_`architecture`. Needs no GPU.
 
     Raises ConfigError when NVRTC is not installed, KernelCompileError with its log otherwise.
     """
+    text = next(p for p in _sources() if p.name == source).read_text()
+    return compile_text(text, source, architecture, defines)
+
+
+def compile_text(text: str, name: str, architecture: str, defines: Mapping[str, int]) -> bytes:
+    """`compile_cubin` for a source given as text, which may include the package's headers."""
     nvrtc = _nvrtc()
     headers = {p.name: p.read_bytes() for p in _sources() if p.name.endswith(".cuh")}
-    text = next(p for p in _sources() if p.name == source).read_bytes()
     program = _checked(
         nvrtc.nvrtcCreateProgram(
-            text, source.encode(), len(headers), list(headers.values()),
+            text.encode(), name.encode(), len(headers), list(headers.values()),
             [name.encode() for name in headers],
         )
     )  # fmt: skip
-    options = [f"--gpu-architecture=sm_{capability}", "--std=c++17", "-default-device"]
+    options = [f"--gpu-architecture=sm_{architecture}", "--std=c++17", "-default-device"]
     options += [f"-D{name}={value}" for name, value in defines.items()]
     encoded = [option.encode() for option in options]
     status = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)[0]
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         log = bytearray(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
         nvrtc.nvrtcGetProgramLog(program, log)
-        raise KernelCompileError(f"{source} does not compile for sm_{capability}:\n{log.decode()}")
+        raise KernelCompileError(f"{name} does not compile for sm_{architecture}:\n{log.decode()}")
     cubin = bytearray(_checked(nvrtc.nvrtcGetCUBINSize(program)))
     _checked(nvrtc.nvrtcGetCUBIN(program, cubin))
     nvrtc.nvrtcDestroyProgram(program)
     return bytes(cubin)
 
 
-def cached_cubin(source: str, capability: int, defines: Mapping[str, int]) -> bytes:
+def cached_cubin(source: str, architecture: str, defines: Mapping[str, int]) -> bytes:
     """`compile_cubin` through a cache in the user's cache directory, keyed by all that it reads."""
     key = blake2b(digest_size=16)
-    for part in (source, capability, sorted(defines.items()), _checked(_nvrtc().nvrtcVersion())):
+    for part in (source, architecture, sorted(defines.items()), _checked(_nvrtc().nvrtcVersion())):
         key.update(repr(part).encode())
     for path in sorted(_sources(), key=lambda p: p.name):
         key.update(path.read_bytes())
-    place = _cache_directory() / f"{Path(source).stem}-sm{capability}-{key.hexdigest()}.cubin"
+    place = _cache_directory() / f"{Path(source).stem}-sm{architecture}-{key.hexdigest()}.cubin"
     if place.exists():
         return place.read_bytes()
-    cubin = compile_cubin(source, capability, defines)
+    cubin = compile_cubin(source, architecture, defines)
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=place.parent, delete=False) as file:
         file.write(cubin)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ PRECISION_CODES = {Precision.BASE: 0, Precision.MXFP4: 1, Precision.NVFP4: 2}
 DECODE_TOKENS = 16
 _WARPS = 16
 _STAGE_BYTES = 18 * 1024
-_STATIC_SHARED = 26 * 1024  # of decode.cu at most, for the plan and the partial sums
+_STATIC_SHARED = 32 * 1024  # of a decode kernel at most: the plan and the partial sums
 
 
 @dataclass(frozen=True)
@@ -68,26 +69,31 @@ class CudaExperts:
         self.out_dtype = out_dtype
         with torch.cuda.device(device):
             properties = torch.cuda.get_device_properties(device)
-            capability = properties.major * 10 + properties.minor
             self._blocks = properties.multi_processor_count
-            room = properties.shared_memory_per_block_optin - _STATIC_SHARED
-            self._stages = min(room // _STAGE_BYTES, 32)
-            self._decode = {
-                tokens: Kernel(
-                    cached_cubin("decode.cu", capability, self._decode_defines(tokens)),
-                    "decode_experts",
-                    self._stages * _STAGE_BYTES,
-                )
-                for tokens in (8, DECODE_TOKENS)
-            }
+            self._decode = self._decode_kernel(properties)
             pairs = DECODE_TOKENS * shape.top_k
             self._h = torch.empty(pairs, shape.intermediate, dtype=torch.bfloat16, device=device)
             self._partial = torch.empty(pairs, shape.hidden, device=device)
             self._counter = torch.zeros(1, dtype=torch.int64, device=device)
 
-    def _decode_defines(self, tokens: int) -> dict[str, int]:
-        bf16 = int(self.out_dtype is torch.bfloat16)
-        return self.shape.defines() | {"MAX_TOKENS": tokens, "WARPS": _WARPS, "OUT_BF16": bf16}
+    def _decode_kernel(self, properties: Any) -> Kernel:
+        """The kernel for this GPU, with as many ring stages as shared memory holds."""
+        hopper = (properties.major, properties.minor) == (9, 0)
+        # Hopper keeps eight columns of activations in shared memory, and a k block of zeros.
+        widest = max(self.shape.hidden, self.shape.intermediate)
+        activations = 8 * (widest + 32) if hopper else 0
+        room = properties.shared_memory_per_block_optin - _STATIC_SHARED - activations
+        self._stages = min(room // _STAGE_BYTES, 32)
+        defines = self.shape.defines() | {
+            "MAX_TOKENS": DECODE_TOKENS, "WARPS": _WARPS,
+            "OUT_BF16": int(self.out_dtype is torch.bfloat16),
+        }  # fmt: skip
+        self._threads = (_WARPS + (2 if hopper else 1)) * 32
+        if hopper:
+            cubin = cached_cubin("decode_sm90.cu", "90a", defines)
+        else:
+            cubin = cached_cubin("decode.cu", f"{properties.major}{properties.minor}", defines)
+        return Kernel(cubin, "decode_experts", self._stages * _STAGE_BYTES + activations)
 
     def forward(
         self,
@@ -112,9 +118,8 @@ class CudaExperts:
         tokens = x.shape[0]
         limit = float("inf") if activation.limit is None else activation.limit
         stream = torch.cuda.current_stream(self.device).cuda_stream
-        kernel = self._decode[8 if tokens <= 8 else DECODE_TOKENS]
-        kernel.launch(
-            (self._blocks, 1), (_WARPS + 1) * 32, stream,
+        self._decode.launch(
+            (self._blocks, 1), self._threads, stream,
             [x, topk_ids, topk_weights, address_table, precision_table, factor_table, self._h,
              self._partial, out, self._counter, tokens, self._stages, limit, int(accumulate)],
             cooperative=True,

@@ -21,8 +21,8 @@ static_assert(kStageBytes >= 32 * 512 + 32 * 64, "an FP4 stage fits");
 // Base: the pair (sign, magnitude) of BF16 values ¼ and 1, whose exponents 125 and 127 differ in
 // one bit. first: k 0..3 of the lane's eight, second: k 4..7.
 __device__ __forceinline__ void decode_base(u32 w, u32* first, u32* second) {
-  u32 r = __funnelshift_l(w, w, 10);
-  u32 pair[8] = {w, w << 2, w << 4, w << 6, w << 8, r, r << 2, r << 4};
+  const u32 r = __funnelshift_l(w, w, 10);
+  const u32 pair[8] = {w, w << 2, w << 4, w << 6, w << 8, r, r << 2, r << 4};
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     first[i] = and_or(pair[i], 0x81008100u, 0x3E803E80u);
@@ -82,10 +82,10 @@ __device__ __forceinline__ uint4 arrange(uint4 x) {
   return b;
 }
 
-// acc[h][nb] += tile[32 × 32] · activations, for one tile in shared memory.
-template <int P, int NB>
-__device__ __forceinline__ void tile_mma(u32 codes, u32 scales, int g, int t, const uint4* b,
-                                         float (*acc)[NB][4]) {
+// acc[h] += tile[32 × 32] · activations, for one tile in shared memory.
+template <int P>
+__device__ __forceinline__ void tile_mma(u32 codes, u32 scales, int g, int t, uint4 b,
+                                         float (*acc)[4]) {
   u32 words[4];
   float scale[4] = {1.0f, 1.0f, 1.0f, 1.0f};
   if (P == BASE) {
@@ -120,20 +120,17 @@ __device__ __forceinline__ void tile_mma(u32 codes, u32 scales, int g, int t, co
       first[0] = row[0][0], first[1] = row[1][0], first[2] = row[0][1], first[3] = row[1][1];
       second[0] = row[0][2], second[1] = row[1][2], second[2] = row[0][3], second[3] = row[1][3];
     }
-#pragma unroll
-    for (int n = 0; n < NB; n++) {
-      if (P == NVFP4) {
-        mma(acc[h][n], first, b[n].x, b[n].y);
-        mma(acc[h][n], second, b[n].z, b[n].w);
-      } else {
-        float block[4];
-        mma_first(block, first, b[n].x, b[n].y);
-        mma(block, second, b[n].z, b[n].w);
-        acc[h][n][0] += scale[2 * h] * block[0];
-        acc[h][n][1] += scale[2 * h] * block[1];
-        acc[h][n][2] += scale[2 * h + 1] * block[2];
-        acc[h][n][3] += scale[2 * h + 1] * block[3];
-      }
+    if (P == NVFP4) {
+      mma(acc[h], first, b.x, b.y);
+      mma(acc[h], second, b.z, b.w);
+    } else {
+      float block[4];
+      mma_first(block, first, b.x, b.y);
+      mma(block, second, b.z, b.w);
+      acc[h][0] += scale[2 * h] * block[0];
+      acc[h][1] += scale[2 * h] * block[1];
+      acc[h][2] += scale[2 * h + 1] * block[2];
+      acc[h][3] += scale[2 * h + 1] * block[3];
     }
   }
 }

@@ -1,0 +1,149 @@
+// The warp that streams rows through the ring of shared-memory stages.
+#pragma once
+#include "plan.cuh"
+
+struct Ring {
+  u32 stages, full, empty, buffer;
+  u32 stage = 0, parity = 0;
+
+  __device__ u32 here() const { return buffer + stage * kStageBytes; }
+  __device__ void advance() {
+    if (++stage == stages) stage = 0, parity ^= 1;
+  }
+};
+
+struct Copier {
+  Ring ring;
+  int lane;
+#if __CUDA_ARCH__ >= 900
+  u64 policy;
+#endif
+
+  __device__ void begin(u32 bytes) {
+    barrier_wait(ring.empty + ring.stage * 8, ring.parity ^ 1);
+#if __CUDA_ARCH__ >= 900
+    if (lane == 0) barrier_expect(ring.full + ring.stage * 8, bytes);
+    __syncwarp();
+#endif
+  }
+
+  // On sm_90 a lane issues a whole piece and the lanes take turns; else the warp shares each piece.
+#if __CUDA_ARCH__ >= 900
+  __device__ int first_piece() const { return lane; }
+  __device__ static constexpr int piece_step() { return 32; }
+  __device__ void copy(u32 offset, const u8* from, u32 bytes) {
+    bulk_copy(ring.here() + offset, from, bytes, ring.full + ring.stage * 8, policy);
+  }
+#else
+  __device__ int first_piece() const { return 0; }
+  __device__ static constexpr int piece_step() { return 1; }
+  __device__ void copy(u32 offset, const u8* from, u32 bytes) {
+    warp_copy(ring.here() + offset, from, bytes, lane);
+  }
+#endif
+
+  __device__ void end() {
+#if __CUDA_ARCH__ < 900
+    barrier_arrive_after_copies(ring.full + ring.stage * 8);
+#endif
+    ring.advance();
+  }
+};
+
+template <int P>
+__device__ void produce_gate_up(Copier& to, const u8* row, int unit) {
+  using F = Format<P>;
+  const u8* slice = row + (unit / kSliceBlocks) * Row<P>::kSliceBytes;
+  const u32 first = (unit % kSliceBlocks) * (2 * kHiddenBlocks);
+  for (int tile = 0; tile < 2 * kHiddenBlocks; tile += F::kTiles) {
+    const u32 tiles = min(F::kTiles, 2 * kHiddenBlocks - tile);
+    to.begin(tiles * (F::kCodeBytes + F::kScaleBytes));
+    for (int piece = to.first_piece(); piece < 2; piece += to.piece_step())
+      if (piece == 0)
+        to.copy(0, slice + (first + tile) * F::kCodeBytes, tiles * F::kCodeBytes);
+      else
+        to.copy(F::kScaleOffset,
+                slice + Row<P>::kGateUpScales + (first + tile) * F::kScaleBytes,
+                tiles * F::kScaleBytes);
+    to.end();
+  }
+}
+
+// A stage holds k blocks of kDownRows / 32 row groups: slice by slice where whole slices fit (a
+// slice's row groups are contiguous, so that is one copy), else row group by row group.
+template <int P>
+struct DownStage {
+  static constexpr int kGroups = kDownRows / 32;
+  static constexpr int kMost = Format<P>::kTiles / kGroups;
+  static constexpr bool kBySlice = kSliceBlocks <= kMost;
+  static constexpr int kBlocks = kBySlice ? kMost / kSliceBlocks * kSliceBlocks : kMost;
+
+  // The place, in tiles, of k block `block` of the stage.
+  static __device__ __forceinline__ int tile(int group, int block) {
+    if (kGroups == 1) return block;
+    if (!kBySlice) return group * kBlocks + block;
+    return (block / kSliceBlocks * kGroups + group) * kSliceBlocks + block % kSliceBlocks;
+  }
+};
+
+template <int P>
+__device__ void produce_down(Copier& to, const u8* row, int unit) {
+  using F = Format<P>;
+  using Stage = DownStage<P>;
+  for (int block = 0; block < kInterBlocks; block += Stage::kBlocks) {
+    const int end = min(block + Stage::kBlocks, kInterBlocks);
+    to.begin((end - block) * Stage::kGroups * (F::kCodeBytes + F::kScaleBytes));
+    // Piece 2i is the codes and 2i + 1 the scales of the stage's i-th run of tiles.
+    constexpr int kRuns = Stage::kBySlice ? Stage::kBlocks / kSliceBlocks
+                                          : Stage::kGroups * (Stage::kBlocks / kSliceBlocks + 2);
+    for (int piece = to.first_piece(); piece < 2 * kRuns; piece += to.piece_step()) {
+      const int run = piece / 2;
+      const int group = Stage::kBySlice ? 0 : run % Stage::kGroups;
+      const int slice = block / kSliceBlocks + (Stage::kBySlice ? run : run / Stage::kGroups);
+      const int begin = max(slice * kSliceBlocks, block);
+      const int blocks = min((slice + 1) * kSliceBlocks, end) - begin;
+      if (blocks <= 0) continue;
+      const u32 tiles = blocks * (Stage::kBySlice ? Stage::kGroups : 1);
+      const u32 place = Stage::tile(group, begin - block);
+      const u32 first =
+          (unit * Stage::kGroups + group) * kSliceBlocks + (begin - slice * kSliceBlocks);
+      const u8* from = row + slice * Row<P>::kSliceBytes;
+      if (piece % 2 == 0)
+        to.copy(place * F::kCodeBytes, from + Row<P>::kDownCodes + first * F::kCodeBytes,
+                tiles * F::kCodeBytes);
+      else
+        to.copy(F::kScaleOffset + place * F::kScaleBytes,
+                from + Row<P>::kDownScales + first * F::kScaleBytes, tiles * F::kScaleBytes);
+    }
+    to.end();
+  }
+}
+
+template <int P>
+__device__ void produce_unit(Copier& to, bool down, const u8* row, int unit, int tokens) {
+  for (int first = 0; first < tokens; first += tokens_per_pass(P))
+    down ? produce_down<P>(to, row, unit) : produce_gate_up<P>(to, row, unit);
+}
+
+__device__ void produce(const Plan& plan, Ring ring, int lane) {
+#if __CUDA_ARCH__ >= 900
+  Copier to{ring, lane, streaming_policy()};
+#else
+  Copier to{ring, lane};
+#endif
+  for (int down = 0; down < 2; down++)
+    for (int rank = 0; rank < plan.ranks; rank++) {
+      const int begin = plan.range[down][rank][0], end = plan.range[down][rank][1];
+      if (begin >= end) continue;
+      const u8* row = reinterpret_cast<const u8*>(plan.address[rank]);
+      const int precision = plan.precision[rank], tokens = plan.count[rank];
+      for (int unit = begin; unit < end; unit++) {
+        if (precision == BASE) produce_unit<BASE>(to, down, row, unit, tokens);
+        else if (precision == MXFP4) produce_unit<MXFP4>(to, down, row, unit, tokens);
+        else produce_unit<NVFP4>(to, down, row, unit, tokens);
+      }
+    }
+#if __CUDA_ARCH__ < 900
+  asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}

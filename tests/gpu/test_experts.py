@@ -1,0 +1,145 @@
+"""The CUDA operator against a float64 reference, and its promises: same bits run to run, under
+graph replay, wherever the rows lie, and whoever else is in the batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moet.formats.layout import Precision, RowLayout
+from moet.kernels.base import SwiGLU
+from tests.gpu.experts import Layer, random_routing, relative_error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+BOUND = 4e-3
+
+
+def layer(hidden: int, intermediate: int, slices: int, experts: int, kinds: list[str]) -> Layer:
+    layouts = {Precision(k): RowLayout(Precision(k), hidden, intermediate, slices) for k in kinds}
+    return Layer.random(layouts, [Precision(kinds[e % len(kinds)]) for e in range(experts)], 1)
+
+
+def run(layer: Layer, operator, x, ids, weights, activation=SwiGLU()):  # type: ignore[no-untyped-def]  # noqa: B008
+    out = torch.full(x.shape, float("nan"), dtype=operator.out_dtype, device="cuda")
+    operator.forward(x, ids, weights, layer.address, layer.precision, layer.factor, activation, out)
+    return out
+
+
+@pytest.mark.parametrize("kinds", [["base"], ["mxfp4"], ["nvfp4"], ["base", "mxfp4", "nvfp4"]])
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "slices"), [(512, 512, 4), (1024, 768, 8), (2048, 512, 1)]
+)
+@pytest.mark.parametrize("limit", [None, 0.5])
+def test_matches_float64(kinds, hidden, intermediate, slices, limit) -> None:  # type: ignore[no-untyped-def]
+    tested = layer(hidden, intermediate, slices, 16, kinds)
+    operator = tested.operator(top_k=4)
+    for tokens in (1, 3, 8, 16):
+        ids, weights = random_routing(tokens, 16, 4, seed=tokens)
+        ids[-1, 0] = -1
+        x = torch.randn(tokens, hidden, device="cuda").bfloat16()
+        out = run(tested, operator, x, ids, weights, SwiGLU(limit))
+        assert relative_error(out, tested.reference(x, ids, weights, SwiGLU(limit))) < BOUND
+
+
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "kinds"),
+    [(4096, 2048, ["base", "mxfp4"]), (7168, 2048, ["base"]), (2048, 768, ["base", "nvfp4"])],
+)
+def test_model_shapes(hidden: int, intermediate: int, kinds: list[str]) -> None:
+    tested = layer(hidden, intermediate, 8, 6, kinds)
+    ids, weights = random_routing(5, 6, 6, seed=1)
+    x = torch.randn(5, hidden, device="cuda").bfloat16()
+    out = run(tested, tested.operator(top_k=6), x, ids, weights)
+    assert relative_error(out, tested.reference(x, ids, weights, SwiGLU())) < BOUND
+
+
+def test_all_tokens_choose_one_expert() -> None:
+    tested = layer(1024, 512, 4, 4, ["base", "mxfp4", "nvfp4", "base"])
+    x = torch.randn(16, 1024, device="cuda").bfloat16()
+    for expert in range(3):
+        ids = torch.full((16, 1), expert, dtype=torch.int32, device="cuda")
+        weights = torch.rand(16, 1, device="cuda")
+        out = run(tested, tested.operator(top_k=1), x, ids, weights)
+        assert relative_error(out, tested.reference(x, ids, weights, SwiGLU())) < BOUND
+
+
+def test_no_expert_at_all() -> None:
+    tested = layer(512, 512, 4, 8, ["base"])
+    x = torch.randn(2, 512, device="cuda").bfloat16()
+    ids = torch.full((2, 4), -1, dtype=torch.int32, device="cuda")
+    out = run(tested, tested.operator(top_k=4), x, ids, torch.ones(2, 4, device="cuda"))
+    assert torch.equal(out, torch.zeros_like(out))
+
+
+def test_same_bits_run_to_run_and_in_a_graph() -> None:
+    tested = layer(1024, 768, 8, 32, ["base", "mxfp4", "nvfp4"])
+    operator = tested.operator(top_k=6)
+    ids, weights = random_routing(16, 32, 6, seed=3)
+    x = torch.randn(16, 1024, device="cuda").bfloat16()
+    first = run(tested, operator, x, ids, weights)
+    for _ in range(50):
+        assert torch.equal(run(tested, operator, x, ids, weights), first)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = run(tested, operator, x, ids, weights)
+    for _ in range(50):
+        replayed.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(replayed, first)
+
+
+def test_same_bits_for_any_placement() -> None:
+    tested = layer(1024, 512, 4, 16, ["base", "mxfp4"])
+    operator = tested.operator(top_k=4)
+    ids, weights = random_routing(8, 16, 4, seed=4)
+    x = torch.randn(8, 1024, device="cuda").bfloat16()
+    first = run(tested, operator, x, ids, weights)
+    for moved in (range(0, 16, 3), range(16)):
+        pinned = {e: tested.rows[e].cpu().pin_memory() for e in moved}
+        address = tested.address.clone()
+        for e, row in pinned.items():
+            address[e] = row.data_ptr()
+        out = torch.empty_like(first)
+        operator.forward(x, ids, weights, address, tested.precision, tested.factor, SwiGLU(), out)
+        assert torch.equal(out, first)
+
+
+def test_a_token_does_not_depend_on_its_neighbours() -> None:
+    tested = layer(1024, 512, 4, 16, ["base", "nvfp4"])
+    operator = tested.operator(top_k=4)
+    ids, weights = random_routing(16, 16, 4, seed=5)
+    x = torch.randn(16, 1024, device="cuda").bfloat16()
+    together = run(tested, operator, x, ids, weights)
+    for t in range(16):
+        alone = run(tested, operator, x[t : t + 1], ids[t : t + 1], weights[t : t + 1])
+        assert torch.equal(alone[0], together[t])
+
+
+def test_waves_add_up_to_the_same_bits() -> None:
+    tested = layer(1024, 512, 4, 16, ["base"])
+    operator = tested.operator(top_k=4)
+    ids, weights = random_routing(8, 16, 4, seed=6)
+    x = torch.randn(8, 1024, device="cuda").bfloat16()
+    whole = run(tested, operator, x, ids, weights)
+    out = torch.zeros_like(whole)
+    for part in (slice(0, 5), slice(5, 16)):
+        address = torch.zeros_like(tested.address)
+        address[part] = tested.address[part]
+        operator.forward(
+            x, ids, weights, address, tested.precision, tested.factor, SwiGLU(), out,
+            accumulate=True,
+        )  # fmt: skip
+    assert torch.equal(out, whole)
+
+
+def test_bfloat16_output() -> None:
+    tested = layer(512, 512, 4, 8, ["base"])
+    ids, weights = random_routing(4, 8, 4, seed=7)
+    x = torch.randn(4, 512, device="cuda").bfloat16()
+    out = run(tested, tested.operator(4, torch.bfloat16), x, ids, weights)
+    wide = run(tested, tested.operator(4), x, ids, weights)
+    assert torch.equal(out, wide.bfloat16())
