@@ -3,11 +3,12 @@ graph replay, wherever the rows lie, and whoever else is in the batch."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from moet.formats.layout import Precision, RowLayout
-from moet.kernels.base import SwiGLU
+from moet.kernels.base import OPERATORS, ExpertRows, SwiGLU
 from tests.gpu.experts import Layer, random_routing, relative_error
 
 pytestmark = [
@@ -143,3 +144,28 @@ def test_bfloat16_output() -> None:
     out = run(tested, tested.operator(4, torch.bfloat16), x, ids, weights)
     wide = run(tested, tested.operator(4), x, ids, weights)
     assert torch.equal(out, wide.bfloat16())
+
+
+def test_more_tokens_than_a_launch_takes() -> None:
+    tested = layer(512, 512, 4, 8, ["base"])
+    ids, weights = random_routing(40, 8, 4, seed=8)
+    x = torch.randn(40, 512, device="cuda").bfloat16()
+    out = run(tested, tested.operator(4), x, ids, weights)
+    assert relative_error(out, tested.reference(x, ids, weights, SwiGLU())) < BOUND
+
+
+def test_the_registered_operator_adds_to_out() -> None:
+    tested = layer(512, 512, 4, 8, ["base", "mxfp4"])
+    ids, weights = random_routing(3, 8, 4, seed=9)
+    x = torch.randn(3, 512, device="cuda").bfloat16()
+    wide = run(tested, tested.operator(4), x, ids, weights)
+    rows = ExpertRows(
+        np.arange(8),
+        tested.address.cpu().numpy(),
+        tested.precisions,
+        tested.factor.cpu().numpy(),
+        tested.layouts,
+    )
+    out = torch.zeros_like(wide)
+    OPERATORS["cuda"]().accumulate(x.float(), ids, weights, rows, SwiGLU(), out)
+    assert torch.equal(out, wide)

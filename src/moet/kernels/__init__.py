@@ -7,11 +7,13 @@ from typing import Any
 
 from moet.kernels.base import OPERATORS, ExpertRows, ExpertsOperator, SwiGLU
 from moet.kernels.cpu import CpuExperts
+from moet.kernels.cuda_operator import CudaExpertsOperator
 from moet.kernels.reference import ReferenceExperts
 
 __all__ = [
     "OPERATORS",
     "CpuExperts",
+    "CudaExpertsOperator",
     "ExpertRows",
     "ExpertsOperator",
     "ReferenceExperts",

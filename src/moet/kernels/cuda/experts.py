@@ -113,14 +113,17 @@ class CudaExperts:
         address_table: int64 [E], where the rank's run of slices of each expert's row begins, 0 =
         skip. precision_table: uint8 [E] of PRECISION_CODES. factor_table: float32 [E, 3].
         out: [T, hidden] of the instance's dtype. All contiguous, on the instance's device. Rows may
-        lie in GPU memory or in pinned host memory.
+        lie in GPU memory or in pinned host memory. Beyond 16 tokens, every 16 read their experts
+        again.
         """
-        tokens = x.shape[0]
         limit = float("inf") if activation.limit is None else activation.limit
         stream = torch.cuda.current_stream(self.device).cuda_stream
-        self._decode.launch(
-            (self._blocks, 1), self._threads, stream,
-            [x, topk_ids, topk_weights, address_table, precision_table, factor_table, self._h,
-             self._partial, out, self._counter, tokens, self._stages, limit, int(accumulate)],
-            cooperative=True,
-        )  # fmt: skip
+        for first in range(0, x.shape[0], DECODE_TOKENS):
+            part = slice(first, first + DECODE_TOKENS)
+            self._decode.launch(
+                (self._blocks, 1), self._threads, stream,
+                [x[part], topk_ids[part], topk_weights[part], address_table, precision_table,
+                 factor_table, self._h, self._partial, out[part], self._counter,
+                 len(x[part]), self._stages, limit, int(accumulate)],
+                cooperative=True,
+            )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moet.errors import MoetError
@@ -26,6 +27,7 @@ class Kernel:
     def __init__(self, cubin: bytes, name: str, shared_bytes: int) -> None:
         from cuda.bindings import driver
 
+        torch.empty(1, device="cuda")  # PyTorch makes its context current at the first use
         self._driver = driver
         self._shared_bytes = shared_bytes
         self._module = _checked(driver.cuModuleLoadData(cubin))
