@@ -151,7 +151,9 @@ def run_lease(
     decode, scan = list(decode), list(scan)
     device, waves, seen = manager._backend, [], []
     index = manager.layers.index(layer)
-    tables = {p: manager.address_table(p)[index] for p in manager.metrics().pools}
+    tables = {
+        p: manager.address_table(p)[index] for p in {pool.precision for pool in manager._pools}
+    }
     with manager.lease(layer, decode=decode, scan=scan) as lease:
         for wave in lease:
             waves.append(wave)
@@ -204,7 +206,7 @@ def kept_rows(manager: ResidencyManager) -> set[RowKey]:
 
 def resident_rows(manager: ResidencyManager) -> set[RowKey]:
     return {
-        RowKey(manager.layers[index], expert, pool.precision)
+        manager._key(row)
         for pool in manager._pools
-        for index, expert in np.argwhere(manager.address_table(pool.precision)).tolist()
+        for row in np.flatnonzero(manager.address_table(pool.precision)).tolist()
     }

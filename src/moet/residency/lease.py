@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
@@ -146,19 +146,16 @@ class Lease:
         if not positions:
             return None
         start = time.perf_counter()
-        try:
-            wait([self._reads[position][1] for position in positions])
-        finally:
-            self._counters.stall_seconds += time.perf_counter() - start
         errors = [self._settle(position) for position in positions]
+        self._counters.stall_seconds += time.perf_counter() - start
         return next((error for error in errors if error is not None), None)
 
     def _settle(self, position: int) -> BaseException | None:
         """Waits for a read, then publishes its row or frees its slot."""
         slot, future = self._reads[position]
-        wait([future])  # raises nothing of the read's; only after it may the slot be given away
+        error = future.exception()  # waits; only after it may the slot be given away
         del self._reads[position]
-        pool, error = self._pool(position), future.exception()
+        pool = self._pool(position)
         if error is None:
             self._counters.add_read(*future.result())
             pool.publish(slot)

@@ -64,7 +64,6 @@ class ResidencyManager:
             raise ConfigError("streaming slots and I/O threads must each be at least 1.")
         self.layers = tuple(sorted(precision))
         self.num_experts = source.num_experts
-        self._source = source
         self._index = {layer: index for index, layer in enumerate(self.layers)}
         names = _names(precision, source)
         present = tuple(p for p in Precision if (names == p).any())

@@ -82,12 +82,12 @@ class SlotPool:
         First decides, by decode's needs alone, which rows are kept from now on. Afterwards those of
         `rows` that are resident stay so until `release`.
 
-        Returns (bool mask of the rows to be read, the most passing ones among them that a wave may
-        hold). Let waves of ascending rows, within that limit, be read, used and released one after
-        the other: then `take` always finds a slot for the current wave. For there are
-        `len(_idle) − to_keep ≥ limit` slots beyond those that the kept rows will occupy for good,
-        and a wave that is released returns its passing rows' slots. Half of them at most go to one
-        wave where possible, so that the next can be read meanwhile.
+        Returns (bool mask of the rows to be read, limit), where a wave must not hold more than
+        `limit` passing rows to be read. If such waves of ascending rows are read, used and released
+        one after the other, `take` always finds a slot for the current one: `to_keep` slots are set
+        aside for the rows that will be kept, the others are at least the limit, and a wave that is
+        released gives its passing rows' slots back. A wave takes half of those where it can, so
+        that the next is read meanwhile.
         """
         self._admit(rows[decode & ~self.kept[rows]], policy)
         found = self._slot_of[rows] >= 0
