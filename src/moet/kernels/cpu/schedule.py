@@ -12,10 +12,10 @@ from moet.kernels.cpu.job import HIGH, LOW, ROW, SEGMENT, job_at
 from moet.kernels.cpu.memory import call, call_parallel, pointer
 from moet.kernels.cpu.stages import order_of
 
-# Below this many products of weight and token a stage runs on one thread: waking a team costs
-# more (2 to 15 µs) than the work it saves.
-_WORTH_A_TEAM = 1_000_000
-_CHUNKS_A_THREAD = 8  # of work taken by ticket; more even out the threads, fewer stream longer
+# Below this many products of weight and token (about 150 µs) a stage runs on one thread. A team
+# starts in 2 to 15 µs where cores are free, but where they are not it ends a time slice later.
+_WORTH_A_TEAM = 8_000_000
+_CHUNKS_A_THREAD = 4  # of work taken by ticket; more even out the threads, fewer stream longer
 _MOST_DOWN_UNITS = 32
 
 

@@ -1,7 +1,7 @@
 """The three parallel stages: activations to records, gate and up with SwiGLU, down.
 
-Threads take work by ticket, so a late thread delays nobody; who computes an element changes
-nothing in it. `batches` in `schedule` sets the stages up.
+Threads take work by ticket, so a slow thread does less of it; who computes an element changes
+nothing in it. `schedule` sets the stages up.
 """
 
 from __future__ import annotations

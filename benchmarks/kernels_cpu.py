@@ -1,0 +1,276 @@
+"""Times the routed experts of a layer on the CPU and writes bench/results/kernels-cpu.json.
+
+    python benchmarks/kernels_cpu.py
+
+Every row is an expert shape, a precision and a number of tokens; tokens pick their experts at
+random. The rows of experts fill 1 GiB and every step takes others, so they come from memory, not
+from a cache. Beside the operator, in turns with it:
+
+* `read`: the same memory is only read, by as many threads. `gbps` is bytes of the distinct rows a
+  step used ÷ its time, `fraction_of_read_bandwidth` is that ÷ this.
+* dequantize-then-matmul in torch, on the same experts in plain order (codes packed low bits first,
+  scales beside them): a table lookup to float32, times scales, then a product an expert. Its time
+  is the expert's best × the experts a step used; `vs_dequantize` is that ÷ the operator's time.
+
+The best of all repeats stands for each of the three: other work on the machine only ever adds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numba import njit
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moet.bench.results import Row, write_result
+from moet.formats.layout import Matrix, Precision, RowLayout, decode_row, max_slices
+from moet.kernels import CpuExperts, ExpertRows, SwiGLU
+
+RESULT = Path("bench/results/kernels-cpu.json")
+POOL_BYTES = 1 << 30
+READ_BYTES = 256 << 20  # a piece of the pool, still larger than a core's share of any cache
+STEP_BYTES = 4 << 20  # of rows, at least, in one timed step
+TOKENS = (1, 4, 16)
+REPEATS = 15
+LEAST_SECONDS = 1.5  # of measuring a row, repeats beyond REPEATS included
+# Scale bytes that keep values near one, and the factor of all three matrices.
+SCALES = {Precision.BASE: (0x30, 0x40), Precision.MXFP4: (122, 128), Precision.NVFP4: (0x30, 0x40)}
+FACTOR = 0.01
+
+
+@dataclass(frozen=True)
+class Shape:
+    name: str
+    hidden: int
+    intermediate: int
+    experts: int  # a layer
+    topk: int
+
+
+SHAPES = (
+    Shape("nano-moe 256 × 128", 256, 128, 32, 4),
+    Shape("DeepSeek-V4-Flash 4096 × 2048", 4096, 2048, 96, 6),
+)
+
+
+class Pool:
+    """Rows with random codes, as layers of experts, in one piece of memory."""
+
+    def __init__(self, shape: Shape, precision: Precision) -> None:
+        self.layout = RowLayout(
+            precision, shape.hidden, shape.intermediate, max_slices(shape.intermediate)
+        )
+        layer_bytes = shape.experts * self.layout.row_bytes
+        self.layers = -(-POOL_BYTES // layer_bytes)
+        self.memory = np.empty(self.layers * layer_bytes, np.uint8)
+        rng = np.random.default_rng(0)
+        noise = rng.integers(0, 256, (1 << 22) + 13, dtype=np.uint8)
+        for start in range(0, self.memory.size, noise.size):
+            self.memory[start : start + noise.size] = noise[: self.memory.size - start]
+        rows = self.memory.reshape(self.layers * shape.experts, self.layout.row_bytes)
+        ends = ((self.layout.gate_up_scales, self.layout.down_codes),)
+        ends += ((self.layout.down_scales, self.layout.slice_bytes),)
+        for index in range(self.layout.slices):
+            for low, high in ends:
+                begin = index * self.layout.slice_bytes
+                scales = rng.integers(*SCALES[precision], high - low, dtype=np.uint8)
+                rows[:, begin + low : begin + high] = scales
+        self._addresses = self.memory.ctypes.data + self.layout.row_bytes * np.arange(
+            rows.shape[0], dtype=np.int64
+        ).reshape(self.layers, shape.experts)
+        self._experts = np.arange(shape.experts, dtype=np.int64)
+        self._factor = np.full((shape.experts, 3), FACTOR, np.float32)
+        self._precisions = [precision] * shape.experts
+
+    def layer(self, index: int) -> ExpertRows:
+        return ExpertRows(
+            self._experts,
+            self._addresses[index % self.layers],
+            self._precisions,
+            self._factor,
+            {self.layout.precision: self.layout},
+        )
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def read(words: NDArray[np.uint64]) -> np.uint64:
+    total = np.uint64(0)
+    for word in words:
+        total ^= word
+    return total
+
+
+def read_bandwidth(pool: Pool, turn: int, threads: int) -> float:
+    """Bytes a second of reading a piece of the pool."""
+    words = pool.memory.view(np.uint64)
+    pieces = words.size * 8 // READ_BYTES
+    piece = words[turn % pieces * (READ_BYTES // 8) :][: READ_BYTES // 8]
+    workers = [
+        threading.Thread(target=read, args=(part,)) for part in np.array_split(piece, threads)
+    ]
+    start = time.perf_counter()
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return READ_BYTES / (time.perf_counter() - start)
+
+
+class Plain:
+    """One expert's matrices in plain order, as a torch program would hold them."""
+
+    def __init__(self, layout: RowLayout, row: NDArray[np.uint8]) -> None:
+        self.precision = layout.precision
+        bits = self.precision.code_bits
+        values = np.array([1, 4, -1, -4] if bits == 2 else _E2M1, np.float32)
+        every_byte = np.arange(256)[:, None] >> np.arange(0, 8, bits) & (1 << bits) - 1
+        self.table = torch.from_numpy(values[every_byte])
+        self.matrices = [self._pack(m, bits) for m in decode_row(layout, row)]
+
+    def _pack(self, matrix: Matrix, bits: int) -> tuple[Tensor, Tensor]:
+        parts = matrix.codes.reshape(matrix.codes.shape[0], -1, 8 // bits)
+        packed = np.bitwise_or.reduce(parts << np.arange(0, 8, bits, dtype=np.uint8), axis=2)
+        kind = torch.float8_e8m0fnu if self.precision is Precision.MXFP4 else torch.float8_e4m3fn
+        return torch.from_numpy(packed), torch.from_numpy(matrix.scales).view(kind)
+
+    def weight(self, which: int) -> Tensor:
+        """float32 [N, K]."""
+        packed, scales = self.matrices[which]
+        codes = self.table.index_select(0, packed.flatten().int()).view(*scales.shape, -1)
+        return codes.mul_((scales.float() * FACTOR).unsqueeze(-1)).flatten(1)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = x @ self.weight(0).T, x @ self.weight(1).T
+        return (torch.nn.functional.silu(gate) * up) @ self.weight(2).T
+
+
+_E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
+
+
+def seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+@dataclass
+class Step:
+    """Calls on consecutive layers, as a model makes them; enough that a clock tick is nothing."""
+
+    pool: Pool
+    operator: CpuExperts
+    x: Tensor
+    weights: Tensor
+    ids: list[Tensor]
+    first_layer: int
+
+    def __call__(self) -> None:
+        out = torch.zeros_like(self.x)
+        for layer, ids in enumerate(self.ids, self.first_layer):
+            rows = self.pool.layer(layer)
+            self.operator.accumulate(self.x, ids, self.weights, rows, SwiGLU(), out)
+
+
+def measure(shape: Shape, precision: Precision, operator: CpuExperts, threads: int) -> list[Row]:
+    pool = Pool(shape, precision)
+    plain = Plain(pool.layout, pool.memory[: pool.layout.row_bytes])
+    _check(shape, pool, plain, operator)
+    rows = [_measure(shape, pool, plain, operator, threads, tokens) for tokens in TOKENS]
+    for row in rows:
+        print(_line(row), flush=True)
+    return rows
+
+
+def _measure(
+    shape: Shape, pool: Pool, plain: Plain, operator: CpuExperts, threads: int, tokens: int
+) -> Row:
+    rng = np.random.default_rng(1)
+    x = torch.randn(tokens, shape.hidden)
+    weights = torch.full((tokens, shape.topk), 1 / shape.topk)
+    expert_bytes = pool.layout.payload_bytes
+    calls = -(-STEP_BYTES // (tokens * shape.topk * expert_bytes))
+    reads, steps, dense = [], [], []
+    turn, began = 0, time.perf_counter()
+    while turn < REPEATS or time.perf_counter() - began < LEAST_SECONDS:
+        ids = [_choose(rng, shape, tokens, turn) for _ in range(calls)]
+        used = sum(len(np.unique(i)) for i in ids) / calls
+        reads.append(read_bandwidth(pool, turn, threads))
+        picked = [torch.from_numpy(i) for i in ids]
+        took = seconds(Step(pool, operator, x, weights, picked, turn * calls)) / calls
+        steps.append((took / used, took, used))
+        # An average expert's tokens.
+        share = x[: round(tokens * shape.topk / used)]
+        dense.append(seconds(functools.partial(plain, share)))
+        turn += 1
+    _, took, used = min(steps)
+    rate = used * expert_bytes / took
+    return {
+        "shape": shape.name,
+        "precision": pool.layout.precision.value,
+        "tokens": tokens,
+        "experts": used,
+        "us": took * 1e6,
+        "us_median": float(np.median([step[1] for step in steps])) * 1e6,
+        "gbps": rate / 1e9,
+        "read_gbps": max(reads) / 1e9,
+        "fraction_of_read_bandwidth": rate / max(reads),
+        "vs_dequantize": min(dense) * used / took,
+    }
+
+
+def _choose(rng: np.random.Generator, shape: Shape, tokens: int, turn: int) -> NDArray[np.int32]:
+    """Experts [tokens, topk]: for one token the next ones in turn, else at random."""
+    if tokens == 1:
+        return ((turn * shape.topk + np.arange(shape.topk)) % shape.experts).astype(np.int32)[None]
+    picks = [rng.permutation(shape.experts)[: shape.topk] for _ in range(tokens)]
+    return np.array(picks, np.int32)
+
+
+def _check(shape: Shape, pool: Pool, plain: Plain, operator: CpuExperts) -> None:
+    """Both sides compute the same: the first expert on two tokens."""
+    x, out = torch.randn(2, shape.hidden), torch.zeros(2, shape.hidden)
+    ids = torch.zeros(2, 1, dtype=torch.int32)
+    operator.accumulate(x, ids, torch.ones(2, 1), pool.layer(0), SwiGLU(), out)
+    difference = (out - plain(x)).norm() / out.norm()
+    if not difference < 1e-5:
+        raise SystemExit(f"the operator and torch differ by {difference:.1e}")
+
+
+def _line(row: Row) -> str:
+    tokens, experts = f"{row['tokens']} tokens", f"{row['experts']:.0f} experts"
+    return (
+        f"{row['shape']} {row['precision']:5} {tokens:9} {experts:10} {row['us']:9.1f} µs (median {row['us_median']:.1f}), {row['gbps']:5.2f} GB/s ="
+        f" {row['fraction_of_read_bandwidth']:4.0%} of {row['read_gbps']:.1f};"
+        f" {row['vs_dequantize']:.1f} × dequantize + matmul"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--output", type=Path, default=RESULT)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_num_threads(options.threads)
+    operator = CpuExperts(threads=options.threads)
+    operator.warm_up()
+    rows = [
+        row
+        for shape in SHAPES
+        for precision in Precision
+        for row in measure(shape, precision, operator, options.threads)
+    ]
+    write_result(options.output, rows, {"threads": options.threads})
+
+
+if __name__ == "__main__":
+    main()
