@@ -77,8 +77,10 @@ class Pool:
         for start in range(0, self.memory.size, noise.size):
             self.memory[start : start + noise.size] = noise[: self.memory.size - start]
         rows = self.memory.reshape(self.layers * shape.experts, self.layout.row_bytes)
-        ends = ((self.layout.gate_up_scales, self.layout.down_codes),)
-        ends += ((self.layout.down_scales, self.layout.slice_bytes),)
+        ends = (
+            (self.layout.gate_up_scales, self.layout.down_codes),
+            (self.layout.down_scales, self.layout.slice_bytes),
+        )
         for index in range(self.layout.slices):
             for low, high in ends:
                 begin = index * self.layout.slice_bytes
@@ -248,7 +250,8 @@ def _check(shape: Shape, pool: Pool, plain: Plain, operator: CpuExperts) -> None
 def _line(row: Row) -> str:
     tokens, experts = f"{row['tokens']} tokens", f"{row['experts']:.0f} experts"
     return (
-        f"{row['shape']} {row['precision']:5} {tokens:9} {experts:10} {row['us']:9.1f} µs (median {row['us_median']:.1f}), {row['gbps']:5.2f} GB/s ="
+        f"{row['shape']} {row['precision']:5} {tokens:9} {experts:10} {row['us']:9.1f} µs"
+        f" (median {row['us_median']:.1f}), {row['gbps']:5.2f} GB/s ="
         f" {row['fraction_of_read_bandwidth']:4.0%} of {row['read_gbps']:.1f};"
         f" {row['vs_dequantize']:.1f} × dequantize + matmul"
     )
