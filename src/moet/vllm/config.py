@@ -101,10 +101,28 @@ class MoetMixin:
             from moet.vllm.method import MoetMoEMethod
 
             return MoetMoEMethod(layer, prefix)
-        method: QuantizeMethodBase | None = super().get_quant_method(  # type: ignore[misc]
-            layer, prefix
-        )
+        try:
+            method: QuantizeMethodBase | None = super().get_quant_method(  # type: ignore[misc]
+                layer, prefix
+            )
+        except (ValueError, NotImplementedError) as error:
+            raise UnsupportedError(
+                f"{prefix}: vLLM cannot compute this dense layer on this machine: {error}",
+                "Serve a checkpoint whose dense layers are BF16.",
+            ) from error
+        if isinstance(layer, LinearBase) and not isinstance(method, UnquantizedLinearMethod):
+            self._check_dtype(layer.params_dtype, prefix)
         return method
+
+    def _check_dtype(self, dtype: torch.dtype, prefix: str) -> None:
+        """Refuses a quantized dense layer in a dtype that only the routed experts can take."""
+        supported = super().get_supported_act_dtypes()  # type: ignore[misc]
+        if dtype not in supported:
+            raise UnsupportedError(
+                f"{prefix} is quantized in the checkpoint, and vLLM computes it in "
+                f"{', '.join(map(str, supported))} only, not in {dtype}.",
+                "Start with --dtype bfloat16.",
+            )
 
 
 def config_class(inner: str) -> type[QuantizationConfig]:
