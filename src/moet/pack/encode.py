@@ -9,11 +9,11 @@ import torch
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from moet.checkpoints.base import PROJECTIONS, ExpertSource
+from moet.checkpoints.base import PROJECTIONS, ExpertSource, ExpertWeights, MatrixSource
 from moet.checkpoints.reader import Checkpoint
 from moet.formats.base import FORMATS
 from moet.formats.fp4 import fp4_matrix
-from moet.formats.layout import Matrix, RowLayout, encode_row
+from moet.formats.layout import Matrix, Precision, RowLayout, encode_row
 from moet.pack.files import U8
 from moet.pack.layer import LayerLayout
 from moet.quantize.base import BaseQuantizer, MatrixContext
@@ -52,23 +52,42 @@ def encode_expert(
         values = weight.numpy()
         quantized = quantizer.quantize(values, MatrixContext(layout.layer, expert, projection))
         statistics.append(matrix_statistics(values, quantized))
-        base.append(Matrix(quantized.codes, quantized.scales))
+        base.append(quantized.matrix())
         base_factor.append(quantized.factor)
 
-    wanted = layout.fp4.precision
-    if source.gate.format == wanted:
-        fp4 = [fp4_matrix(wanted, source[projection].parts) for projection in PROJECTIONS]
+    fp4, fp4_source = None, None
+    if layout.fp4_in_pack:
+        matrices, fp4_factor = _fp4(layout.fp4.precision, source, weights)
+        fp4 = _row(layout.fp4, matrices)
     else:
-        encode = FORMATS[wanted].encode
-        fp4 = [fp4_matrix(wanted, encode(weight, FP4_RULE)) for weight in weights]
+        fp4_factor = [_stored_factor(source[projection]) for projection in PROJECTIONS]
+        fp4_source = _source_digest(source)
     return EncodedExpert(
         base=_row(layout.base, base),
         base_factor=np.array(base_factor, np.float32),
-        fp4=_row(layout.fp4, [matrix for matrix, _ in fp4]) if layout.fp4_in_pack else None,
-        fp4_factor=np.array([factor for _, factor in fp4], np.float32),
-        fp4_source=None if layout.fp4_in_pack else _source_digest(source),
+        fp4=fp4,
+        fp4_factor=np.array(fp4_factor, np.float32),
+        fp4_source=fp4_source,
         statistics=statistics,
     )
+
+
+def _fp4(
+    precision: Precision, source: ExpertSource, weights: ExpertWeights
+) -> tuple[list[Matrix], list[float]]:
+    """gate, up and down at `precision`, and their factors: the source's own, else encoded."""
+    if source.gate.format == precision:
+        found = [fp4_matrix(precision, source[projection].parts) for projection in PROJECTIONS]
+    else:
+        encode = FORMATS[precision].encode
+        found = [fp4_matrix(precision, encode(weight, FP4_RULE)) for weight in weights]
+    return [matrix for matrix, _ in found], [factor for _, factor in found]
+
+
+def _stored_factor(matrix: MatrixSource) -> float:
+    """The float32 factor of an FP4 matrix; decoding has checked it."""
+    factor = matrix.parts.get("global_scale")
+    return 1.0 if factor is None else float(factor)
 
 
 def _row(layout: RowLayout, matrices: list[Matrix]) -> U8:
