@@ -25,7 +25,7 @@ from moet.eval.pack import fidelity_of_pack
 from moet.pack import Pack
 
 PROMPT = "The garbage collector in Python"
-QUESTION = "What is a compiler?"
+QUESTION = "What is 64 minus 9?"
 MAX_TOKENS = 64
 WINDOWS = 4  # of each held-out segment: enough for two digits, and for the demo's time
 
@@ -71,22 +71,17 @@ def demo(
         arguments += ["--served-model-name", "demo", "--max-model-len", "1024", "--enforce-eager"]
         arguments += ["--max-num-seqs", "8"]
         with Server(arguments, place / "server.log", _environment()) as server:
-            answers = [
-                _ask(server, "completion", "/v1/completions", {"prompt": PROMPT}),
-                _ask(
-                    server,
-                    "chat",
-                    "/v1/chat/completions",
-                    {"messages": [{"role": "user", "content": QUESTION}]},
-                ),
-            ]
+            prompt = {"prompt": PROMPT, "ignore_eos": True}
+            answer = _ask(server, f"completion: [cyan]{PROMPT}[/]", "/v1/completions", prompt)
+            question = {"messages": [{"role": "user", "content": QUESTION}], "stop": ["\n"]}
+            _ask(server, f"chat: [cyan]{QUESTION}[/] → ", "/v1/chat/completions", question)
             (stats,) = server.get("/v1/moet/stats")["ranks"]
         _step("Comparing with the FP4 model on held-out text (transformers, float32)")
         heldout = read_heldout(path).first(WINDOWS)
         pack = Pack.open(report.path)
         mean = fidelity_of_pack(checkpoint, pack, heldout).rows()[-1]
         figures = _sizes(checkpoint, pack, stats) | {
-            "tokens_per_second": sum(a.rate for a in answers) / len(answers),
+            "tokens_per_second": answer.rate,
             "hit_rate": stats["hit_rate"],
             "memory_bytes": stats["memory_bytes"],
             "disk_bytes": stats["disk_bytes"],
@@ -120,12 +115,12 @@ def _step(text: str) -> None:
     err.print(f"\n[bold]{text}[/]")
 
 
-def _ask(server: Server, what: str, path: str, body: dict[str, Any]) -> Answer:
+def _ask(server: Server, lead: str, path: str, body: dict[str, Any]) -> Answer:
+    """Prints `lead`, then the answer as it streams."""
     request = {"model": "demo", "max_tokens": MAX_TOKENS, "temperature": 0, **body}
-    prompt = body.get("prompt") or body["messages"][-1]["content"]
-    err.print(f"{what}: [cyan]{prompt}[/] → ", end="")
+    err.print(lead, end="")
     pieces, times = [], []
-    for piece in server.stream(path, {**request, "ignore_eos": True}):
+    for piece in server.stream(path, request):
         times.append(time.monotonic())
         pieces.append(piece)
         err.print(piece, end="", markup=False, soft_wrap=True)
