@@ -116,12 +116,14 @@ struct Consumer {
     const Plan& plan = shared.plan;
     for (int rank = 0; rank < plan.ranks; rank++) {
       const int precision = plan.precision[rank], tokens = plan.count[rank];
-      for (int index = plan.range[DOWN][rank][0]; index < plan.range[DOWN][rank][1]; index++)
-        for (int first = 0; first < tokens; first += tokens_per_pass(precision)) {
-          if (precision == BASE) unit<BASE, DOWN>(rank, index, first, x, h, partial, limit);
-          else if (precision == MXFP4) unit<MXFP4, DOWN>(rank, index, first, x, h, partial, limit);
-          else unit<NVFP4, DOWN>(rank, index, first, x, h, partial, limit);
-        }
+      const int end = plan.range[DOWN][rank][1];
+      for (int run = plan.range[DOWN][rank][0]; run < end; run += kPassUnits)
+        for (int first = 0; first < tokens; first += tokens_per_pass(precision))
+          for (int index = run; index < min(run + kPassUnits, end); index++) {
+            if (precision == BASE) unit<BASE, DOWN>(rank, index, first, x, h, partial, limit);
+            else if (precision == MXFP4) unit<MXFP4, DOWN>(rank, index, first, x, h, partial, limit);
+            else unit<NVFP4, DOWN>(rank, index, first, x, h, partial, limit);
+          }
     }
   }
 };

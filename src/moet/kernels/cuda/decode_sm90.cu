@@ -305,10 +305,11 @@ struct Consumer {
       loaded = key;
       for (; count > 0; count--) unit<P, DOWN>(tokens);
     } else {
-      for (; count > 0; count--)
+      for (; count > 0; count -= kPassUnits)
         for (int first = 0; first < tokens; first += kTokens) {
-          load_activations<P, DOWN>(shared, activations, source, rank, first, min(tokens - first, kTokens));
-          unit<P, DOWN>(min(tokens - first, kTokens));
+          const int pass = min(tokens - first, kTokens);
+          load_activations<P, DOWN>(shared, activations, source, rank, first, pass);
+          for (int i = 0; i < min(count, kPassUnits); i++) unit<P, DOWN>(pass);
         }
       loaded = -1;
     }
@@ -338,33 +339,35 @@ struct Finisher {
     const Plan& plan = shared.plan;
     for (int rank = 0; rank < plan.ranks; rank++) {
       const int precision = plan.precision[rank], step = tokens_per_pass(precision);
-      for (int index = plan.range[DOWN][rank][0]; index < plan.range[DOWN][rank][1]; index++)
-        for (int first = 0; first < plan.count[rank]; first += step) {
-          const u32 buffer = sequence & 1;
-          barrier_wait(shared_address(&shared.summed[buffer]), sequence >> 1 & 1);
-          for (int i = 0; i < min(plan.count[rank] - first, step); i++) {
-            float sum[2] = {0.0f, 0.0f};
+      const int end = plan.range[DOWN][rank][1];
+      for (int run = plan.range[DOWN][rank][0]; run < end; run += kPassUnits)
+        for (int first = 0; first < plan.count[rank]; first += step)
+          for (int index = run; index < min(run + kPassUnits, end); index++) {
+            const u32 buffer = sequence & 1;
+            barrier_wait(shared_address(&shared.summed[buffer]), sequence >> 1 & 1);
+            for (int i = 0; i < min(plan.count[rank] - first, step); i++) {
+              float sum[2] = {0.0f, 0.0f};
 #pragma unroll
-            for (int w = 0; w < WARPS / 2; w++) {
-              sum[0] += shared.partial[buffer][w][i][lane];
-              sum[1] += shared.partial[buffer][w][i][32 + lane];
+              for (int w = 0; w < WARPS / 2; w++) {
+                sum[0] += shared.partial[buffer][w][i][lane];
+                sum[1] += shared.partial[buffer][w][i][32 + lane];
+              }
+              const float* factor = plan.factor[rank];
+              const float power = shared.unit_inverse[buffer][i] * (precision == BASE ? 1.0f : 64.0f);
+              const u64 pair = plan.pair[rank][first + i];
+              if (DOWN) {
+                float* to = partial + pair * HIDDEN + index * 64 + lane;
+                to[0] = sum[0] * power * factor[2];
+                to[32] = sum[1] * power * factor[2];
+              } else {
+                h[pair * INTER + index * 32 + lane] =
+                    swiglu(sum[0] * power * factor[0], sum[1] * power * factor[1], limit);
+              }
             }
-            const float* factor = plan.factor[rank];
-            const float power = shared.unit_inverse[buffer][i] * (precision == BASE ? 1.0f : 64.0f);
-            const u64 pair = plan.pair[rank][first + i];
-            if (DOWN) {
-              float* to = partial + pair * HIDDEN + index * 64 + lane;
-              to[0] = sum[0] * power * factor[2];
-              to[32] = sum[1] * power * factor[2];
-            } else {
-              h[pair * INTER + index * 32 + lane] =
-                  swiglu(sum[0] * power * factor[0], sum[1] * power * factor[1], limit);
-            }
+            __syncwarp();
+            if (lane == 0) barrier_arrive(shared_address(&shared.freed[buffer]));
+            sequence++;
           }
-          __syncwarp();
-          if (lane == 0) barrier_arrive(shared_address(&shared.freed[buffer]));
-          sequence++;
-        }
     }
   }
 };

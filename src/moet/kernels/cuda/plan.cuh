@@ -14,6 +14,9 @@ constexpr int kSliceBlocks = INTER / SLICES / 32;
 // A unit of gate/up is a row group of both; one of down is kDownRows rows.
 constexpr int kGateUpUnits = kInterBlocks;
 constexpr int kDownUnits = HIDDEN / kDownRows;
+// An expert with more tokens than a pass takes does so many units a pass, so that it loads
+// activations seldom and reads the units again while the L2 cache has them.
+constexpr int kPassUnits = 4;
 constexpr int kNone = 0xFF;
 static_assert(HIDDEN % kDownRows == 0, "whole down units");
 static_assert(kMaxPairs <= 255 && kMaxPairs <= kThreads, "a thread a pair, a byte an index");

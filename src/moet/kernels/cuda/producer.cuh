@@ -120,9 +120,12 @@ __device__ void produce_down(Copier& to, const u8* row, int unit) {
 }
 
 template <int P>
-__device__ void produce_unit(Copier& to, bool down, const u8* row, int unit, int tokens) {
-  for (int first = 0; first < tokens; first += tokens_per_pass(P))
-    down ? produce_down<P>(to, row, unit) : produce_gate_up<P>(to, row, unit);
+__device__ void produce_units(Copier& to, bool down, const u8* row, int begin, int end,
+                              int tokens) {
+  for (int run = begin; run < end; run += kPassUnits)
+    for (int first = 0; first < tokens; first += tokens_per_pass(P))
+      for (int unit = run; unit < min(run + kPassUnits, end); unit++)
+        down ? produce_down<P>(to, row, unit) : produce_gate_up<P>(to, row, unit);
 }
 
 __device__ void produce(const Plan& plan, Ring ring, int lane) {
@@ -137,11 +140,9 @@ __device__ void produce(const Plan& plan, Ring ring, int lane) {
       if (begin >= end) continue;
       const u8* row = reinterpret_cast<const u8*>(plan.address[rank]);
       const int precision = plan.precision[rank], tokens = plan.count[rank];
-      for (int unit = begin; unit < end; unit++) {
-        if (precision == BASE) produce_unit<BASE>(to, down, row, unit, tokens);
-        else if (precision == MXFP4) produce_unit<MXFP4>(to, down, row, unit, tokens);
-        else produce_unit<NVFP4>(to, down, row, unit, tokens);
-      }
+      if (precision == BASE) produce_units<BASE>(to, down, row, begin, end, tokens);
+      else if (precision == MXFP4) produce_units<MXFP4>(to, down, row, begin, end, tokens);
+      else produce_units<NVFP4>(to, down, row, begin, end, tokens);
     }
 #if __CUDA_ARCH__ < 900
   asm volatile("cp.async.wait_all;" ::: "memory");
