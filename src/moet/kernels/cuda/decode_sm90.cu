@@ -287,8 +287,7 @@ struct Consumer {
       to[0] = total[0][0], to[8] = total[0][1], to[16] = total[1][0], to[24] = total[1][1];
     }
     if (warp == 0 && lane < 4) shared.unit_inverse[buffer][lane] = shared.inverse[lane];
-    __syncwarp();
-    if (lane == 0) barrier_arrive(shared_address(&shared.summed[buffer]));
+    barrier_arrive(shared_address(&shared.summed[buffer]));
     sequence++;
   }
 
@@ -364,8 +363,7 @@ struct Finisher {
                     swiglu(sum[0] * power * factor[0], sum[1] * power * factor[1], limit);
               }
             }
-            __syncwarp();
-            if (lane == 0) barrier_arrive(shared_address(&shared.freed[buffer]));
+            barrier_arrive(shared_address(&shared.freed[buffer]));
             sequence++;
           }
     }
@@ -387,8 +385,8 @@ decode_experts(const u16* x, const int* topk_ids, const float* topk_weights, con
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");  // for the copy engine
   }
   if (threadIdx.x < 2) {
-    barrier_init(shared_address(&shared.summed[threadIdx.x]), WARPS);
-    barrier_init(shared_address(&shared.freed[threadIdx.x]), 1);
+    barrier_init(shared_address(&shared.summed[threadIdx.x]), kConsumers);
+    barrier_init(shared_address(&shared.freed[threadIdx.x]), 32);
   }
   const Meeting meeting(counter);  // before any thread of this block can have arrived
   make_plan(shared.plan, topk_ids, tokens, address, precision, factor);
