@@ -38,7 +38,11 @@ def tokens(llm):
 
 def test_speculative_decoding_with_the_draft_head(pack, expected):
     settings = {"pack": str(pack), "precision": "fp4", "fp4_pool": "40%"}
-    speculative = {"method": "mtp", "num_speculative_tokens": 1}
+    speculative = {
+        "method": "mtp",
+        "num_speculative_tokens": 1,
+        "attention_backend": "CPU_MLA",  # for the same reason as in `engine`
+    }
     with engine(NANO, settings, speculative_config=speculative, disable_log_stats=False) as llm:
         assert tokens(llm) == expected
         counts = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}

@@ -8,16 +8,18 @@ weight is read.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from moet.checkpoints import family_of
+from moet.checkpoints import Checkpoint, family_of
 from moet.errors import CheckpointError, UnsupportedError
 from moet.kernels import OPERATORS
 from moet.settings import Settings
 from moet.vllm.loader import LOAD_FORMATS
+from moet.vllm.model import open_pack
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
 
@@ -42,9 +44,13 @@ def check_model(hf_config: Any) -> None:
 def check_engine(vllm_config: Any) -> None:
     """Refuses impossible settings and features of vLLM that would give wrong output, or none."""
     check_model(vllm_config.model_config.hf_config)
-    Settings.from_additional_config(vllm_config.additional_config)
+    settings = Settings.from_additional_config(vllm_config.additional_config)
     for problem in _unsupported(vllm_config):
         raise problem
+    # Now rather than after minutes of loading. vLLM downloads a model's files while it loads.
+    if (path := Path(vllm_config.model_config.model)).is_dir():
+        with Checkpoint.open(path) as checkpoint:
+            open_pack(settings, checkpoint)
     _avoid_wrong_rotary(vllm_config)
 
 
@@ -70,11 +76,6 @@ def _unsupported(vllm_config: Any) -> Iterator[UnsupportedError]:
             "prefill context parallelism is not supported.",
             "Start without --prefill-context-parallel-size.",
         )
-    if parallel.pipeline_parallel_size > 1:
-        yield UnsupportedError(
-            "pipeline parallelism is not supported: a rank's pool would be sized for all layers.",
-            "Use --tensor-parallel-size instead.",
-        )
     if vllm_config.lora_config is not None:
         yield UnsupportedError(
             "LoRA adapters are not supported: vLLM would wrap the routed experts.",
@@ -96,13 +97,14 @@ def _avoid_wrong_rotary(vllm_config: Any) -> None:
     DeepSeek's YaRN never call it (their class has only a native form); for the others the
     `custom_ops` switch of vLLM's compilation config selects the native form.
     """
+    if not (vllm_config.model_config.use_mla and current_platform.is_cpu()):
+        return
     custom_ops = vllm_config.compilation_config.custom_ops
-    decided = {"-rotary_embedding", "none"} & set(custom_ops)
-    if vllm_config.model_config.use_mla and current_platform.is_cpu() and not decided:
-        if "+rotary_embedding" in custom_ops:
-            raise UnsupportedError(
-                "vLLM's CPU kernel for rotary embeddings is wrong for MLA models.",
-                "Remove +rotary_embedding from --compilation-config.",
-            )
+    if "+rotary_embedding" in custom_ops:
+        raise UnsupportedError(
+            "vLLM's CPU kernel for rotary embeddings is wrong for MLA models.",
+            "Remove +rotary_embedding from --compilation-config.",
+        )
+    if not {"-rotary_embedding", "none"} & set(custom_ops):
         custom_ops.append("-rotary_embedding")
         logger.debug("moet: using the native rotary embedding; vLLM's CPU kernel is wrong for MLA.")

@@ -28,6 +28,7 @@ from vllm.model_executor.layers.quantization.base_config import (
     QuantizationConfig,
     QuantizeMethodBase,
 )
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from moet.errors import UnsupportedError
 from vllm import envs
@@ -101,6 +102,9 @@ class MoetMixin:
             from moet.vllm.method import MoetMoEMethod
 
             return MoetMoEMethod(layer, prefix)
+        if isinstance(layer, ParallelLMHead) and prefix.endswith(".head"):
+            # vLLM 0.32's draft models name their head so; checkpoints, and what they say of it:
+            prefix = f"{prefix.removesuffix('.head')}.shared_head.head"
         try:
             method: QuantizeMethodBase | None = super().get_quant_method(  # type: ignore[misc]
                 layer, prefix

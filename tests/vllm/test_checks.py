@@ -1,0 +1,152 @@
+"""What is refused, and how: each message says what to change."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from transformers import AutoConfig
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+from moet.checkpoints import Checkpoint
+from moet.errors import CheckpointError, ConfigError, PackError, UnsupportedError
+from moet.settings import Settings
+from moet.vllm import checks, model
+from moet.vllm.checks import check_engine, check_model
+from moet.vllm.method import _check_layer, _refuse
+from tests.fixtures.checkpoints import write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("model"), "qwen3_moe")
+
+
+def config(path, **changes):
+    """vLLM's configuration, as far as the checks look at it; changes by dotted name."""
+    found = SimpleNamespace(
+        additional_config={},
+        lora_config=None,
+        model_config=SimpleNamespace(
+            hf_config=AutoConfig.from_pretrained(path), model=str(path), use_mla=False
+        ),
+        parallel_config=SimpleNamespace(
+            enable_expert_parallel=False,
+            enable_eplb=False,
+            data_parallel_size=1,
+            prefill_context_parallel_size=1,
+        ),
+        load_config=SimpleNamespace(load_format="auto", download_dir=None),
+        compilation_config=SimpleNamespace(custom_ops=["all"]),
+    )
+    for name, value in changes.items():
+        *parents, last = name.split("__")
+        target = found
+        for parent in parents:
+            target = getattr(target, parent)
+        setattr(target, last, value)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"parallel_config__enable_expert_parallel": True}, UnsupportedError, "without --enable-e"),
+        ({"parallel_config__enable_eplb": True}, UnsupportedError, "without --enable-eplb"),
+        ({"parallel_config__data_parallel_size": 2}, UnsupportedError, "one server for each"),
+        ({"parallel_config__prefill_context_parallel_size": 2}, UnsupportedError, "context paral"),
+        ({"lora_config": object()}, UnsupportedError, "without --enable-lora"),
+        ({"load_config__load_format": "dummy"}, UnsupportedError, "--load-format dummy is not"),
+        ({"load_config__load_format": "runai_streamer"}, UnsupportedError, "auto, hf, safetensors"),
+        ({"additional_config": {"moet": {"pol": 1}}}, ConfigError, "unknown setting 'pol'"),
+    ],
+)
+def test_what_is_not_supported_is_refused(path, changes, error, message):
+    with pytest.raises(error) as caught:
+        check_engine(config(path, **changes))
+    assert message in str(caught.value)
+
+
+def test_a_platform_without_an_operator_is_refused(path, monkeypatch):
+    platform = SimpleNamespace(is_cpu=lambda: False, device_type="cuda")
+    monkeypatch.setattr(checks, "current_platform", platform)
+    with pytest.raises(UnsupportedError, match="no experts operator for 'cuda' is registered"):
+        check_model(AutoConfig.from_pretrained(path))
+
+
+def test_the_wrong_rotary_kernel_is_avoided(path):
+    mla = config(path, model_config__use_mla=True)
+    check_engine_but_pack(mla)
+    assert mla.compilation_config.custom_ops == ["all", "-rotary_embedding"]
+    for chosen in (["none"], ["all", "-rotary_embedding"]):
+        mla.compilation_config.custom_ops = list(chosen)
+        check_engine_but_pack(mla)
+        assert mla.compilation_config.custom_ops == chosen
+    mla.compilation_config.custom_ops = ["none", "+rotary_embedding"]
+    with pytest.raises(UnsupportedError, match="Remove \\+rotary_embedding"):
+        check_engine_but_pack(mla)
+    other = config(path)
+    check_engine_but_pack(other)
+    assert other.compilation_config.custom_ops == ["all"]
+
+
+def check_engine_but_pack(vllm_config):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checks, "open_pack", lambda *args: None)
+        check_engine(vllm_config)
+
+
+def test_a_missing_pack_gives_the_command(path, monkeypatch, tmp_path):
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    with pytest.raises(PackError) as caught:
+        check_engine(config(path))
+    assert f"moet pack {path}" in str(caught.value)
+    assert str(tmp_path / ".cache" / "moet" / "packs") in str(caught.value)
+    with Checkpoint.open(path) as checkpoint, pytest.raises(PackError, match="no such pack"):
+        model.open_pack(Settings(pack=tmp_path / "nowhere"), checkpoint)
+
+
+def test_a_model_that_is_not_here_gives_the_command(path):
+    absent = config(path)
+    absent.model_config.model, absent.model_config.revision = "nobody/no-such-model", None
+    with pytest.raises(CheckpointError, match="hf download nobody/no-such-model"):
+        model.checkpoint_path(absent)
+
+
+def layer(**changes):
+    plain = {
+        "activation": MoEActivation.SILU,
+        "apply_router_weight_on_input": False,
+        "moe_config": SimpleNamespace(has_bias=False, num_experts=8, num_logical_experts=8),
+        "swiglu_alpha": None,
+        "swiglu_beta": None,
+    }
+    return SimpleNamespace(**{**plain, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"activation": MoEActivation.GELU}, "'gelu', not SwiGLU"),
+        ({"apply_router_weight_on_input": True}, "router weights"),
+        ({"swiglu_alpha": 1.7}, "alpha"),
+        (
+            {"moe_config": SimpleNamespace(has_bias=True, num_experts=8, num_logical_experts=8)},
+            "biases",
+        ),
+        (
+            {"moe_config": SimpleNamespace(has_bias=False, num_experts=9, num_logical_experts=8)},
+            "fused",
+        ),
+    ],
+)
+def test_layers_that_the_kernels_do_not_compute(changes, message):
+    _check_layer(layer(), "model.layers.1.mlp.experts")
+    with pytest.raises(UnsupportedError) as caught:
+        _check_layer(layer(**changes), "model.layers.1.mlp.experts")
+    assert message in str(caught.value)
+    assert "model.layers.1.mlp.experts" in str(caught.value)
+
+
+def test_an_expert_tensor_that_arrives_is_refused_by_name():
+    with pytest.raises(UnsupportedError, match=r"experts\.w2_weight.*without --load-format"):
+        _refuse(None, None, "model.layers.1.mlp.experts.w2_weight", shard_id="w2", expert_id=0)
