@@ -6,8 +6,9 @@ For each MODEL, a checkpoint directory, and each size, a checkpoint with the mod
 written to a temporary directory, its layers repeated until it has so many GiB of them. A process of
 its own packs it; peak memory is that process's largest resident set, start_rss_mb what it held
 before the checkpoint was opened (Python, torch, numba); the names and places of its tensors take
-about 1 kB a tensor, the rest does not depend on the size. The files were just written, so they are read from the
-page cache: this measures the packer, not the disk. Writes bench/results/packing-cpu.json.
+about 1 kB a tensor, the rest does not depend on the size. The files were just written, so they are
+read from the page cache: this measures the packer, not the disk. Writes
+bench/results/packing-cpu.json.
 """
 
 from __future__ import annotations

@@ -10,7 +10,9 @@ from typing import NamedTuple
 import pytest
 
 from moet.checkpoints import Checkpoint
+from moet.errors import ConfigError
 from moet.pack import write_pack
+from moet.pack.files import StorageFile
 from moet.quantize import QUANTIZERS
 from tests.fixtures.checkpoints import write_checkpoint
 
@@ -71,6 +73,18 @@ def make_case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]
 def case(request: pytest.FixtureRequest, make_case: Callable[[str], Case]) -> Case:
     """Each case in turn."""
     return make_case(request.param)
+
+
+@pytest.fixture(scope="session", params=[False, True], ids=["buffered", "direct"])
+def direct_io(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> bool:
+    """Both ways of reading, where the file system has both."""
+    probe = tmp_path_factory.getbasetemp() / "probe"
+    probe.touch()
+    try:
+        StorageFile(probe, direct=request.param).close()
+    except ConfigError as error:
+        pytest.skip(error.message)
+    return request.param
 
 
 @pytest.fixture

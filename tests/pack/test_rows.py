@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -141,16 +142,13 @@ def test_impossible_ranks(nvfp4: Case) -> None:
         PackRowSource(pack, tp_size=4)
 
 
-def test_a_layer_file_cut_while_it_is_served(own_copy: Case) -> None:
+def test_a_layer_file_cut_while_it_is_served(own_copy: Case, direct_io: bool) -> None:
     pack = Pack.open(own_copy.pack)
-    for direct_io in (False, True):
-        with PackRowSource(pack, direct_io=direct_io) as source:
-            path = pack.layers[1].path
-            content = path.read_bytes()
-            path.write_bytes(content[: pack.layers[1].layout.row_offset(BASE, 2) + 100])
-            with pytest.raises(PackError, match=r"layer 1 expert 2.*ends early"):
-                row(source, RowKey(1, 2, BASE))
-            path.write_bytes(content)
+    with PackRowSource(pack, direct_io=direct_io) as source:
+        os.truncate(pack.layers[1].path, pack.layers[1].layout.row_offset(BASE, 2) + 100)
+        row(source, RowKey(1, 1, BASE))
+        with pytest.raises(PackError, match=r"layer 1 expert 2.*ends early"):
+            row(source, RowKey(1, 2, BASE))
 
 
 def test_reading_after_close(nvfp4: Case) -> None:
@@ -160,7 +158,6 @@ def test_reading_after_close(nvfp4: Case) -> None:
         row(source, RowKey(1, 0, BASE))
 
 
-@pytest.mark.parametrize("direct_io", [False, True])
 def test_threads_read_the_same(case: Case, direct_io: bool) -> None:
     pack = Pack.open(case.pack)
     with (
