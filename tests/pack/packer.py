@@ -1,9 +1,9 @@
 """A process that packs in forked children, so that many can be killed without paying for imports.
 
-Reads one JSON object a line: {"model", "out", "die_at"}. A forked child packs `model` into `out`;
-with `die_at` it kills itself, by SIGKILL, in place of its n-th call that makes something durable
-or visible. Answers with the child's pid and, when it has ended, its exit status, the number of
-layers that it found finished, and how many such calls it made.
+Reads one JSON object a line: {"model", "out", "die_at", "overwrite"}. A forked child packs `model`
+into `out`; with `die_at` it kills itself, by SIGKILL, in place of its n-th call that makes something
+durable or visible. Answers with the child's pid and, when it has ended, its exit status, the number
+of layers that it found finished, and how many such calls it made.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moet.quantize import QUANTIZERS
 STEPS = ("fsync", "replace", "rename", "unlink", "rmdir", "mkdir", "ftruncate", "pwrite")
 
 
-def pack(model: Path, out: Path, die_at: int | None) -> tuple[int, int]:
+def pack(model: str, out: str, die_at: int | None, overwrite: bool) -> tuple[int, int]:
     """(layers found finished, durable steps made)."""
     steps = 0
 
@@ -43,7 +43,13 @@ def pack(model: Path, out: Path, die_at: int | None) -> tuple[int, int]:
         setattr(os, name, counted(getattr(os, name)))
     with Checkpoint.open(model) as checkpoint:
         # One worker, so that the n-th step is the same one each time.
-        report = write_pack(checkpoint, out, quantizer=QUANTIZERS["data-free"](), workers=1)
+        report = write_pack(
+            checkpoint,
+            out,
+            quantizer=QUANTIZERS["data-free"](),
+            workers=1,
+            overwrite=overwrite,
+        )
     return report.layers_resumed, steps
 
 
@@ -59,7 +65,7 @@ def main() -> None:
         child = os.fork()
         if child == 0:
             try:
-                result = pack(Path(order["model"]), Path(order["out"]), order["die_at"])
+                result = pack(**order)
                 os.write(writer, json.dumps(result).encode())
                 os._exit(0)
             except BaseException as error:

@@ -28,8 +28,10 @@ class Packer:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
 
-    def start(self, model: Path, out: Path, die_at: int | None = None) -> int:
-        order = {"model": str(model), "out": str(out), "die_at": die_at}
+    def start(
+        self, model: Path, out: Path, die_at: int | None = None, overwrite: bool = False
+    ) -> int:
+        order = {"model": str(model), "out": str(out), "die_at": die_at, "overwrite": overwrite}
         assert self.process.stdin is not None
         print(json.dumps(order), file=self.process.stdin, flush=True)
         return int(self._line())
@@ -137,3 +139,30 @@ def test_killed_before_every_durable_step(packer: Packer, tmp_path: Path) -> Non
             assert packer.run(model, out)[0] == 0
         same_files(out, undisturbed)
         shutil.rmtree(out)
+
+
+def test_killed_while_a_pack_is_replaced(packer: Packer, tmp_path: Path) -> None:
+    """The old pack stays until the new one is complete; neither is ever seen in part."""
+    shape = {"family": "qwen3_moe", "format": "nvfp4", "layers": 1, "experts": 2}
+    models = [write_checkpoint(tmp_path / f"model-{i}", **shape, seed=i) for i in range(2)]
+    old, new, counted = (tmp_path / name for name in ("old", "new", "counted"))
+    packer.run(models[0], old)
+    packer.run(models[1], new)
+    shutil.copytree(old, counted)
+    packer.start(models[1], counted, overwrite=True)
+    status, _, steps = packer.wait()
+    assert status == 0
+    for step in range(steps):
+        out = tmp_path / f"pack-{step}"
+        shutil.copytree(old, out)
+        packer.start(models[1], out, die_at=step, overwrite=True)
+        assert packer.wait()[0] == -signal.SIGKILL
+        if out.exists():
+            expected = (
+                old if (out / "moet.json").read_bytes() == (old / "moet.json").read_bytes() else new
+            )
+            same_files(out, expected)
+        packer.start(models[1], out, overwrite=True)
+        assert packer.wait()[0] == 0
+        same_files(out, new)
+        assert not list(tmp_path.glob(f"pack-{step}.*"))
