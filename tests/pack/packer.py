@@ -1,7 +1,7 @@
 """A process that packs in forked children, so that many can be killed without paying for imports.
 
 Reads one JSON object a line: {"model", "out", "die_at", "overwrite"}. A forked child packs `model`
-into `out`; with `die_at` it kills itself, by SIGKILL, in place of its n-th call that makes something
+into `out`; with `die_at` it kills itself, by SIGKILL, in place of its n-th call that makes a thing
 durable or visible. Answers with the child's pid and, when it has ended, its exit status, the number
 of layers that it found finished, and how many such calls it made.
 """
