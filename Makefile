@@ -34,10 +34,10 @@ types: setup    ## mypy, strict, on src/
 	.venv/bin/mypy
 
 tables: setup   ## render the docs' tables from bench/results/
-	$(PY) -m moet.bench.tables
+	$(PY) -m moet.bench
 
 check-tables: setup   ## fail if a table differs from its result file
-	$(PY) -m moet.bench.tables --check
+	$(PY) -m moet.bench --check
 
 bench: setup    ## the CPU benchmarks (writes bench/results/)
 	$(PY) benchmarks/kernels_cpu.py

@@ -1,14 +1,12 @@
-"""Renders the tables of the docs, from result files or the code; `--check` fails when one differs.
+"""The tables of the docs, rendered from result files or from the code.
 
 A table stands in a Markdown file between `<!-- table NAME -->` and `<!-- /table -->`.
-Run as `python -m moet.bench.tables [--check]` from the checkout's root.
 """
 
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,29 +86,3 @@ def update(page: str, tables: Tables, results: Path = RESULTS) -> str:
         return f"{match[1]}{render(tables[name], results)}\n{match[3]}"
 
     return MARK.sub(replace, page)
-
-
-def pages() -> Iterable[Path]:
-    return [Path("README.md"), *sorted(Path("docs").glob("*.md"))]
-
-
-def main(arguments: list[str]) -> int:
-    from moet.bench.definitions import TABLES
-
-    check, stale = "--check" in arguments, []
-    for path in pages():
-        page = path.read_text()
-        fresh = update(page, TABLES)
-        if fresh != page:
-            stale.append(str(path))
-            if not check:
-                path.write_text(fresh)
-    if check and stale:
-        print(f"tables differ from bench/results in {', '.join(stale)}: run `make tables`.")
-        return 1
-    print("tables are up to date" if not stale else f"rewrote {', '.join(stale)}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
