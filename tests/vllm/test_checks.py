@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from transformers import AutoConfig
+from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
 from moet.checkpoints import Checkpoint
@@ -13,6 +14,7 @@ from moet.settings import Settings
 from moet.vllm import checks, model
 from moet.vllm.checks import check_engine, check_model
 from moet.vllm.method import _check_layer, _refuse
+from moet.vllm.plugin import register
 from tests.fixtures.checkpoints import write_checkpoint
 
 
@@ -45,6 +47,21 @@ def config(path, **changes):
             target = getattr(target, parent)
         setattr(target, last, value)
     return found
+
+
+def test_vllm_is_stopped_in_process_0(path, monkeypatch, tmp_path):
+    """By the real config classes: nothing of vLLM has been started when these are raised."""
+    register()
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    with pytest.raises(PackError, match="there is no pack of"):
+        EngineArgs(model=str(path), quantization="moet").create_engine_config()
+    settings = {"moet": {"base_pol": "1%"}}
+    with pytest.raises(ConfigError, match="Did you mean 'base_pool'"):
+        EngineArgs(
+            model=str(path), quantization="moet", additional_config=settings
+        ).create_engine_config()
+    with pytest.raises(UnsupportedError, match="--load-format dummy"):
+        EngineArgs(model=str(path), quantization="moet", load_format="dummy").create_engine_config()
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,11 @@ import sys
 import pytest
 import torch
 from transformers import AutoConfig
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from moet.errors import UnsupportedError
 from moet.vllm.config import METHOD, MoetConfig, UnquantizedConfig
@@ -91,6 +93,25 @@ def test_without_the_flag_vllm_is_untouched():
     assert "load format" not in (done.stdout + done.stderr).lower()
     assert MoetConfig.override_quantization_method({"quant_method": "fp8"}, None) is None
     assert MoetConfig.override_quantization_method({"quant_method": "fp8"}, "fp8") is None
+
+
+def test_a_quantized_dense_layer_in_float32_is_refused(tmp_path):
+    config = made(write_checkpoint(tmp_path, "qwen3_moe", "nvfp4"))
+    config._moet_checked = True
+    layer = LinearBase.__new__(LinearBase)
+    layer.params_dtype = torch.float32
+    with pytest.raises(UnsupportedError) as caught:
+        config.get_quant_method(layer, "model.layers.1.mlp.dense")
+    assert "model.layers.1.mlp.dense is quantized" in str(caught.value)
+    assert "--dtype bfloat16" in str(caught.value)
+
+
+def test_the_draft_heads_own_name_decides(tmp_path):
+    config = made(write_checkpoint(tmp_path, "deepseek_v3", "nvfp4"))
+    config._moet_checked = True
+    head = ParallelLMHead.__new__(ParallelLMHead)
+    method = config.get_quant_method(head, "model.layers.3.head")
+    assert isinstance(method, UnquantizedLinearMethod)
 
 
 def test_an_unknown_quantization_is_refused():

@@ -1,16 +1,16 @@
-"""What moet refuses to serve, as early as vLLM lets a plugin see it.
+"""What moet refuses to serve, before any weight is read and, where vLLM allows, any process begun.
 
-vLLM shows a plugin the model's config in process 0 (`check_model`), and the whole engine's
-configuration only in the workers, when the model's first layer is made (`check_engine`): before any
-weight is read.
+An error in a worker reaches the user as the middle of a long log; one in process 0 as its end.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
@@ -41,7 +41,22 @@ def check_model(hf_config: Any) -> None:
         raise UnsupportedError(error.message, error.hint) from None
 
 
-def check_engine(vllm_config: Any) -> None:
+def config_under_construction() -> VllmConfig | None:
+    """The VllmConfig that is making the quantization config, as seen from one of its hooks.
+
+    vLLM hands the hook the model's part only, and the rest to no plugin before the workers. So this
+    looks up the call stack; where it finds nothing, the workers check instead.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, VllmConfig):
+            return owner
+        frame = frame.f_back
+    return None
+
+
+def check_engine(vllm_config: VllmConfig) -> None:
     """Refuses impossible settings and features of vLLM that would give wrong output, or none."""
     check_model(vllm_config.model_config.hf_config)
     settings = Settings.from_additional_config(vllm_config.additional_config)

@@ -80,18 +80,23 @@ class MoetMixin:
     def maybe_update_config(
         self, model_name: str, hf_config: Any = None, revision: str | None = None
     ) -> None:
-        """vLLM's first hook with the model's config at hand, in process 0: refuse here, early.
+        """vLLM's first hook, in process 0: what is wrong with the configuration is said here.
 
-        Not where the engine runs in process 0 as well (see numba, above): `check_engine` does then.
+        Not where the engine runs in process 0 as well (see numba, above): then it is said when the
+        first layer is made.
         """
         super().maybe_update_config(model_name, hf_config, revision)  # type: ignore[misc]
-        if hf_config is not None and envs.VLLM_ENABLE_V1_MULTIPROCESSING:
-            from moet.vllm.checks import check_model
+        if hf_config is None or not envs.VLLM_ENABLE_V1_MULTIPROCESSING:
+            return
+        from moet.vllm.checks import check_engine, check_model, config_under_construction
 
-            check_model(hf_config)
+        check_model(hf_config)
+        if (vllm_config := config_under_construction()) is not None:
+            check_engine(vllm_config)
+            self._moet_checked = True
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        if not self._moet_checked:  # the first layer of the model, in a worker
+        if not self._moet_checked:
             from moet.vllm.checks import check_engine
 
             check_engine(get_current_vllm_config())
@@ -105,15 +110,9 @@ class MoetMixin:
         if isinstance(layer, ParallelLMHead) and prefix.endswith(".head"):
             # vLLM 0.32's draft models name their head so; checkpoints, and what they say of it:
             prefix = f"{prefix.removesuffix('.head')}.shared_head.head"
-        try:
-            method: QuantizeMethodBase | None = super().get_quant_method(  # type: ignore[misc]
-                layer, prefix
-            )
-        except (ValueError, NotImplementedError) as error:
-            raise UnsupportedError(
-                f"{prefix}: vLLM cannot compute this dense layer on this machine: {error}",
-                "Serve a checkpoint whose dense layers are BF16.",
-            ) from error
+        method: QuantizeMethodBase | None = super().get_quant_method(  # type: ignore[misc]
+            layer, prefix
+        )
         if isinstance(layer, LinearBase) and not isinstance(method, UnquantizedLinearMethod):
             self._check_dtype(layer.params_dtype, prefix)
         return method

@@ -40,7 +40,8 @@ def size_pools(
             automatic.append(p)
         else:
             fixed[p] = size_pool(setting, name=name, rows=count, row_bytes=sizes[p])
-    free = _free_memory(vllm_config) - sum(of.slots * sizes[p] for p, of in fixed.items())
+    available, reserve = _memory(vllm_config)
+    available -= sum(of.slots * sizes[p] for p, of in fixed.items())
     wanted = sum(present[p] * sizes[p] for p in automatic)
     for p in automatic:
         share = present[p] * sizes[p] / wanted
@@ -49,8 +50,8 @@ def size_pools(
             name=_setting(settings, p)[0],
             rows=present[p],
             row_bytes=sizes[p],
-            reserve=0,
-            available=max(0, int(free * share)),
+            reserve=int(reserve * share),
+            available=max(0, int(available * share)),
         )
     return {p: fixed[p] for p in present}
 
@@ -61,17 +62,14 @@ def _setting(settings: Settings, precision: Precision) -> tuple[str, str]:
     return "fp4_pool", settings.fp4_pool
 
 
-def _free_memory(vllm_config: Any) -> int:
-    """Bytes that this rank's pools may take: free memory less what vLLM will want of it."""
+def _memory(vllm_config: Any) -> tuple[int, int]:
+    """Bytes of memory that this rank may use, and of them those to leave to vLLM and the system."""
     memory = psutil.virtual_memory()
     cache = vllm_config.cache_config
-    limit: int = memory.available
+    available = memory.available
     if current_platform.is_cpu():
         # vLLM's CPU worker bounds itself, pools included, by this share of the machine.
-        budget = (
-            int(memory.total * cache.gpu_memory_utilization) - psutil.Process().memory_info().rss
-        )
-        limit = min(limit, budget)
+        budget = int(memory.total * cache.gpu_memory_utilization)
+        available = min(available, budget - psutil.Process().memory_info().rss)
     ranks = vllm_config.parallel_config.local_world_size
-    kept: int = cache.kv_cache_memory_bytes or _KV_CACHE
-    return int(max(0, limit // ranks - kept - _RESERVE))
+    return available // ranks, (cache.kv_cache_memory_bytes or _KV_CACHE) + _RESERVE

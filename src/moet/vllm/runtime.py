@@ -11,12 +11,14 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from vllm.distributed import get_world_group
 from vllm.logger import init_logger
 
 from moet.checkpoints import Checkpoint
@@ -153,7 +155,7 @@ def build_runtime(vllm_config: Any, layers: Sequence[int], tp_rank: int, tp_size
         streaming=settings.streaming_slots,
         policy=settings.policy,
         io_threads=settings.io_threads,
-        heat_path=_heat_path(settings, tp_rank),
+        heat_path=_heat_path(settings),
         progress=_progress(),
     )
     operator = _operator(settings)
@@ -205,7 +207,8 @@ def _verify(pack: Pack, checkpoint: Checkpoint) -> None:
         )
 
 
-def _heat_path(settings: Settings, tp_rank: int) -> Any:
+def _heat_path(settings: Settings) -> Path | None:
+    """The heat file of this rank: ranks of a pipeline have other layers, and none may share one."""
     path = settings.heat_file
     if path is None:
         return None
@@ -213,7 +216,8 @@ def _heat_path(settings: Settings, tp_rank: int) -> Any:
         raise ConfigError(
             f"heat_file {path}: there is no directory {path.parent}.", "Make it, or name another."
         )
-    return path if tp_rank == 0 else path.with_name(f"{path.name}.{tp_rank}")
+    rank = get_world_group().rank
+    return path if rank == 0 else path.with_name(f"{path.name}.{rank}")
 
 
 def _progress() -> Callable[[int, int], None]:
