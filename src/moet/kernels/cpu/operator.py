@@ -68,7 +68,7 @@ class CpuExperts(ExpertsOperator):
         layout = next(iter(rows.layouts.values()))
         _check(x, topk_ids, topk_weights, layout.hidden, out)
         x, topk_ids, topk_weights = (
-            x.to(torch.float32).contiguous(),
+            x.float().contiguous(),
             topk_ids.contiguous(),
             topk_weights.contiguous(),
         )

@@ -64,10 +64,10 @@ class Vectors:
     def store(self, value: ir.Value, address: ir.Value, align: int = 4) -> None:
         self.ir.store(value, self.ir.inttoptr(address, value.type.as_pointer()), align=align)
 
-    def prefetch(self, address: ir.Value) -> None:
-        """Asks for the cache line at `address`, which need not be mapped."""
+    def prefetch(self, address: ir.Value, level: int) -> None:
+        """Asks for the line at `address`, which need not be mapped, in cache `level` (1 to 3)."""
         pointer = self.ir.inttoptr(address, I8.as_pointer())
-        read, keep, data = (ir.Constant(I32, k) for k in (0, 3, 1))
+        read, keep, data = (ir.Constant(I32, k) for k in (0, 4 - level, 1))
         self.call("llvm.prefetch.p0", ir.VoidType(), pointer, read, keep, data)
 
     def splat(self, value: int, kind: ir.VectorType = INTS) -> ir.Constant:
