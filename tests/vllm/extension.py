@@ -4,8 +4,8 @@ from typing import Any
 
 from blake3 import blake3
 
+from moet.vllm.build import build_runtime
 from moet.vllm.method import find_runtime, moet_methods
-from moet.vllm.runtime import build_runtime
 from moet.vllm.worker import MoetWorkerExtension
 
 
@@ -16,7 +16,8 @@ class ServingTestExtension(MoetWorkerExtension):
         methods = moet_methods(self.vllm_config)
         old = find_runtime(self.vllm_config)
         layers = [method.layer for method in methods]
-        new = build_runtime(self.vllm_config, layers, methods[0].moe.tp_rank, old.tp_size)
+        moe = methods[0].moe
+        new = build_runtime(self.vllm_config, layers, moe.tp_rank, moe.tp_size)
         for method in methods:
             method.runtime = new
         old.manager.close()

@@ -16,6 +16,7 @@ from moet.vllm.checks import check_engine, check_model
 from moet.vllm.method import _check_layer, _refuse
 from moet.vllm.plugin import register
 from tests.fixtures.checkpoints import write_checkpoint
+from tests.vllm.serving import make_pack
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +36,7 @@ def config(path, **changes):
             enable_expert_parallel=False,
             enable_eplb=False,
             data_parallel_size=1,
+            tensor_parallel_size=1,
             prefill_context_parallel_size=1,
         ),
         load_config=SimpleNamespace(load_format="auto", download_dir=None),
@@ -108,7 +110,7 @@ def test_the_wrong_rotary_kernel_is_avoided(path):
 
 def check_engine_but_pack(vllm_config):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checks, "open_pack", lambda *args: None)
+        patch.setattr(checks, "open_pack", lambda *args: SimpleNamespace(layers={}))
         check_engine(vllm_config)
 
 
@@ -120,6 +122,17 @@ def test_a_missing_pack_gives_the_command(path, monkeypatch, tmp_path):
     assert str(tmp_path / ".cache" / "moet" / "packs") in str(caught.value)
     with Checkpoint.open(path) as checkpoint, pytest.raises(PackError, match="no such pack"):
         model.open_pack(Settings(pack=tmp_path / "nowhere"), checkpoint)
+
+
+def test_what_does_not_fit_the_pack_is_refused(path, tmp_path):
+    pack = str(make_pack(path, tmp_path / "pack"))
+    check_engine(config(path, additional_config={"moet": {"pack": pack}}))
+    three = config(path, parallel_config__tensor_parallel_size=3)
+    three.additional_config = {"moet": {"pack": pack}}
+    with pytest.raises(UnsupportedError, match="tensor parallelism 3 does not divide"):
+        check_engine(three)
+    with pytest.raises(ConfigError, match="neither base nor fp4"):
+        check_engine(config(path, additional_config={"moet": {"pack": pack, "precision": "int3"}}))
 
 
 def test_a_model_that_is_not_here_gives_the_command(path):

@@ -1,6 +1,7 @@
 """Statistics over HTTP: guarded by vLLM's API key, complete, and in Prometheus' own terms."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from fastapi import FastAPI
@@ -57,6 +58,19 @@ def test_stats_of_every_rank(app):
     assert ranks[0]["hit_rate"] == pytest.approx(30 / 42)
     assert ranks[1]["pools"]["base"]["slots"] == 8
     assert {"precision": "nvfp4", "phase": "scan", "hits": 0, "misses": 2} in ranks[0]["requests"]
+
+
+def test_a_latency_beyond_all_bounds_is_valid_json(app):
+    class Slow(Engine):
+        async def collective_rpc(self, method, *args, **kwargs):
+            counts = (*[0] * len(LATENCY_BOUNDS), 1)
+            slow = replace(METRICS, disk_latency=LatencyHistogram(counts, 60.0))
+            assert "inf ms" in describe(slow)
+            return [rank_stats(slow)]
+
+    app.state.moet_engine = Slow()
+    (rank,) = TestClient(app).get(STATS_PATH).json()["ranks"]
+    assert rank["disk_latency"]["p99_seconds"] is None
 
 
 def test_the_api_key_guards_them(app):

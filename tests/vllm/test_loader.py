@@ -1,9 +1,14 @@
 """The loader: every dense tensor, no expert tensor, and no byte of one read."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from safetensors import safe_open
+from torch import nn
+from vllm.config.load import LoadConfig
 
+from moet.errors import CheckpointError
 from moet.vllm import loader
 from tests.fixtures.checkpoints import write_checkpoint
 
@@ -50,3 +55,20 @@ def test_values_and_prefix(tmp_path):
     with safe_open(path / "model.safetensors", "pt") as tensors:
         assert torch.equal(found["draft.lm_head.weight"], tensors.get_tensor("lm_head.weight"))
     assert all(name.startswith("draft.") for name in found)
+
+
+@pytest.mark.parametrize("moet", [True, False])
+def test_only_a_model_served_with_moet_is_loaded_so(tmp_path, moet):
+    path = write_checkpoint(tmp_path, "qwen3_moe")
+    config = SimpleNamespace(model=str(path), revision=None, quantization="moet" if moet else "fp8")
+    dense = loader.DenseLoader(LoadConfig())
+    names = {name for name, _ in dense.get_all_weights(config, nn.Module())}
+    assert any(".experts." in name for name in names) != moet
+    assert "lm_head.weight" in names
+
+
+def test_a_checkpoint_without_safetensors_is_refused(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    config = SimpleNamespace(model=str(tmp_path), revision=None, quantization="moet")
+    with pytest.raises(CheckpointError, match="no safetensors files"):
+        list(loader.DenseLoader(LoadConfig()).get_all_weights(config, nn.Module()))

@@ -20,6 +20,7 @@ from moet.kernels import OPERATORS
 from moet.settings import Settings
 from moet.vllm.loader import LOAD_FORMATS
 from moet.vllm.model import open_pack
+from moet.vllm.precision import fp4_experts
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
 
@@ -65,7 +66,10 @@ def check_engine(vllm_config: VllmConfig) -> None:
     # Now rather than after minutes of loading. vLLM downloads a model's files while it loads.
     if (path := Path(vllm_config.model_config.model)).is_dir():
         with Checkpoint.open(path) as checkpoint:
-            open_pack(settings, checkpoint)
+            pack = open_pack(settings, checkpoint)
+            fp4_experts(settings.precision, checkpoint.geometry, checkpoint.identity)
+        for layer in pack.layers.values():
+            layer.layout.base.local(vllm_config.parallel_config.tensor_parallel_size)
     _avoid_wrong_rotary(vllm_config)
 
 

@@ -14,9 +14,10 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from moet.errors import UnsupportedError
 from moet.kernels.base import SwiGLU
+from moet.vllm.build import build_runtime
 from moet.vllm.op import register_op
 from moet.vllm.phase import decode_tokens
-from moet.vllm.runtime import Runtime, build_runtime
+from moet.vllm.runtime import Runtime
 
 # The part tensors of the checkpoint formats that vLLM reads, as it names them on the layer.
 _PARTS = (

@@ -9,29 +9,22 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from vllm.distributed import get_world_group
 from vllm.logger import init_logger
 
-from moet.checkpoints import Checkpoint
 from moet.checkpoints.base import Geometry
-from moet.errors import ConfigError, PackError
+from moet.errors import PackError
 from moet.formats.layout import Precision
-from moet.kernels import CpuExperts, ExpertRows, ExpertsOperator, SwiGLU, make_operator
-from moet.pack import Pack, PackRowSource, verify_pack
+from moet.kernels import ExpertRows, ExpertsOperator, SwiGLU
+from moet.pack import PackRowSource
 from moet.residency.manager import ResidencyManager
-from moet.settings import Settings
-from moet.vllm.model import checkpoint_path, open_pack
-from moet.vllm.pools import size_pools
-from moet.vllm.precision import fp4_experts
 from moet.vllm.stats import describe, rank_stats
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
@@ -45,7 +38,7 @@ class Runtime:
 
     geometry: of the model. manager: of the rank's rows. source: they come from there.
     precision: of every expert, by layer. operator: computes. decode_length: the most tokens of one
-    request in a decode step. tp_size: ranks that a row is cut for.
+    request in a decode step.
     """
 
     geometry: Geometry
@@ -54,7 +47,6 @@ class Runtime:
     precision: Mapping[int, Sequence[Precision]]
     operator: ExpertsOperator
     decode_length: int
-    tp_size: int
 
     def __post_init__(self) -> None:
         self._factors = {
@@ -119,70 +111,6 @@ class Runtime:
             logger.info("moet: %s", describe(self.manager.metrics()))
 
 
-def build_runtime(vllm_config: Any, layers: Sequence[int], tp_rank: int, tp_size: int) -> Runtime:
-    """Opens the model's pack and fills the pools.
-
-    Args:
-        layers: the MoE layers of the target model that this rank computes; those of the draft head
-            are added here if vLLM speculates with it.
-
-    Raises a MoetError for every way in which settings, pack and model do not fit together.
-    """
-    settings = Settings.from_additional_config(vllm_config.additional_config)
-    with Checkpoint.open(checkpoint_path(vllm_config)) as checkpoint:
-        geometry = checkpoint.geometry
-        pack = open_pack(settings, checkpoint)
-        if settings.verify == "open" and tp_rank == 0:
-            _verify(pack, checkpoint)
-        source = PackRowSource(
-            pack,
-            checkpoint,
-            tp_rank=tp_rank,
-            tp_size=tp_size,
-            direct_io=settings.direct_io,
-            verify=settings.verify == "read",
-        )
-        fp4 = fp4_experts(settings.precision, geometry, checkpoint.identity)
-    speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.method == "mtp":
-        layers = [*layers, *geometry.mtp_layers]
-    precision = {layer: _precisions(pack, layer, fp4[layer]) for layer in layers}
-    sizings = size_pools(settings, precision, source.layouts, vllm_config)
-    manager = ResidencyManager(
-        source,
-        precision,
-        {p: sizing.slots for p, sizing in sizings.items()},
-        streaming=settings.streaming_slots,
-        policy=settings.policy,
-        io_threads=settings.io_threads,
-        heat_path=_heat_path(settings),
-        progress=_progress(),
-    )
-    operator = _operator(settings)
-    if tp_rank == 0:
-        _summarize(pack, settings, operator.name, precision, [of.reason for of in sizings.values()])
-    decode_length = 1 + (speculative.num_speculative_tokens if speculative is not None else 0)
-    return Runtime(geometry, manager, source, precision, operator, decode_length, tp_size)
-
-
-def _operator(settings: Settings) -> ExpertsOperator:
-    if settings.operator not in ("auto", CpuExperts.name):
-        return make_operator(settings.operator)
-    operator = CpuExperts(threads=settings.threads)
-    operator.warm_up()  # compiling takes seconds; not in the first request
-    return operator
-
-
-def _precisions(pack: Pack, layer: int, fp4: NDArray[np.bool_]) -> list[Precision]:
-    if layer not in pack.layers:
-        raise PackError(
-            f"{pack.path}: has no experts of layer {layer}, which the model has.",
-            "Make it again with `moet pack`.",
-        )
-    high = pack.layers[layer].layout.fp4.precision
-    return [high if wanted else Precision.BASE for wanted in fp4]
-
-
 def _factors(
     source: PackRowSource, layer: int, precision: Sequence[Precision]
 ) -> NDArray[np.float32]:
@@ -194,63 +122,6 @@ def _factors(
 def _unique(ids: NDArray[np.int32]) -> NDArray[np.int64]:
     found = np.unique(ids).astype(np.int64)
     return found[found >= 0]
-
-
-def _verify(pack: Pack, checkpoint: Checkpoint) -> None:
-    logger.info("moet: verifying %s before it is served.", pack.path)
-    problems = verify_pack(pack.path, checkpoint=checkpoint)
-    if problems:
-        first = problems[0]
-        raise PackError(
-            f"{first.file}: {first.reason} ({len(problems)} problems in all).",
-            f"Run `moet verify {pack.path}` to see them, and copy or make the pack again.",
-        )
-
-
-def _heat_path(settings: Settings) -> Path | None:
-    """The heat file of this rank: ranks of a pipeline have other layers, and none may share one."""
-    path = settings.heat_file
-    if path is None:
-        return None
-    if not path.parent.is_dir():
-        raise ConfigError(
-            f"heat_file {path}: there is no directory {path.parent}.", "Make it, or name another."
-        )
-    rank = get_world_group().rank
-    return path if rank == 0 else path.with_name(f"{path.name}.{rank}")
-
-
-def _progress() -> Callable[[int, int], None]:
-    """Logs how far the filling of the pools is, every ten seconds."""
-    last = time.monotonic()
-
-    def report(done: int, total: int) -> None:
-        nonlocal last
-        if time.monotonic() - last >= 10:
-            last = time.monotonic()
-            logger.info("moet: %d of %d rows are in memory.", done, total)
-
-    return report
-
-
-def _summarize(
-    pack: Pack,
-    settings: Settings,
-    operator: str,
-    precision: Mapping[int, Sequence[Precision]],
-    reasons: list[str],
-) -> None:
-    quantizer = pack.manifest.quantizer
-    counts = {p: sum(list(of).count(p) for of in precision.values()) for p in Precision}
-    experts = ", ".join(f"{count} {p}" for p, count in counts.items() if count)
-    lines = [
-        f"pack       {pack.path} ({quantizer.name}, level {quantizer.level})",
-        f"precision  {settings.precision}: {experts} rows in {len(precision)} layers",
-        *(f"pool       {reason}" for reason in reasons),
-        f"policy     {settings.policy}, {settings.streaming_slots} streaming slots a pool",
-        f"operator   {operator}",
-    ]
-    logger.info("moet serves the routed experts:\n  %s", "\n  ".join(lines))
 
 
 def _close(manager: ResidencyManager, source: PackRowSource) -> None:

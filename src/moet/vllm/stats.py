@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from moet.residency.metrics import LATENCY_BOUNDS, Metrics
@@ -28,7 +34,10 @@ _POOL_GAUGES = {
 
 
 def rank_stats(metrics: Metrics) -> dict[str, Any]:
-    """One rank's metrics as JSON-compatible values; names and units as in `Metrics`."""
+    """One rank's metrics as JSON-compatible values; names and units as in `Metrics`.
+
+    A latency beyond the last bound is None.
+    """
     return {
         **{name: getattr(metrics, name) for name in _COUNTERS},
         "hit_rate": metrics.hit_rate,
@@ -42,8 +51,8 @@ def rank_stats(metrics: Metrics) -> dict[str, Any]:
             for precision, phase in sorted({*metrics.hits, *metrics.misses})
         ],
         "disk_latency": {
-            "p50_seconds": metrics.disk_latency.p50,
-            "p99_seconds": metrics.disk_latency.p99,
+            "p50_seconds": _finite(metrics.disk_latency.p50),
+            "p99_seconds": _finite(metrics.disk_latency.p99),
             "total_seconds": metrics.disk_latency.total_seconds,
             "bounds_seconds": list(LATENCY_BOUNDS),
             "counts": list(metrics.disk_latency.counts),
@@ -60,6 +69,10 @@ def rank_stats(metrics: Metrics) -> dict[str, Any]:
             for precision, pool in metrics.pools.items()
         },
     }
+
+
+def _finite(seconds: float) -> float | None:
+    return seconds if math.isfinite(seconds) else None
 
 
 def describe(metrics: Metrics) -> str:
@@ -105,8 +118,6 @@ class RanksCollector(Collector):
         yield self._latency()
 
     def _latency(self) -> Metric:
-        from prometheus_client.core import HistogramMetricFamily
-
         family = HistogramMetricFamily(
             "moet_disk_read_seconds", "Seconds that reading a row from disk took.", labels=["rank"]
         )
