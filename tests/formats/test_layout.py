@@ -59,7 +59,7 @@ def _code_bits(precision: Precision, row: int, k: int) -> list[int]:
         word = t * 16 + g * 2 + h
         i = 2 * (j // 2) + c
         sign = (15 if j % 2 == 0 else 31) - 2 * i
-        return [32 * word + sign, 32 * word + (sign - 7) % 32]
+        return [32 * word + sign, 32 * word + (sign - 3) % 32]
     word = t * 32 + g * 4 + h * 2 + c
     return [32 * word + 4 * j + bit for bit in (3, 2, 1, 0)]
 

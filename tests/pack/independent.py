@@ -65,7 +65,7 @@ def _codes(raw: U8, precision: str, tiles: tuple[int, ...]) -> U8:
         for c in range(2):
             for j in range(8):
                 p = 15 + 16 * (j % 2) - 2 * (2 * (j // 2) + c)
-                code = (words >> p & 1) << 1 | words >> ((p - 7) % 32) & 1
+                code = (words >> p & 1) << 1 | words >> ((p - 3) % 32) & 1
                 for h in range(2):
                     for t in range(4):
                         out[..., 16 * h + 8 * c : 16 * h + 8 * c + 8, 8 * t + j] = code[

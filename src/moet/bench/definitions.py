@@ -42,6 +42,18 @@ TABLES: Tables = {
         ),
         keep=lambda row: row.get("segment") == "mean",
     ),
+    "kernels-h200": Table(
+        "kernels-h200.json",
+        (
+            Column("expert shape", text("model")),
+            Column("weights", text("precision")),
+            Column("tokens", number("tokens")),
+            Column("µs", number("us", 1)),
+            Column("GB/s", number("gbps")),
+            Column("of HBM read bandwidth", number("fraction_of_hbm", 0, 100, " %")),
+        ),
+        keep=lambda row: row["op"] == "decode" and row["model"] == "DeepSeek-V4-Flash",
+    ),
     "packing": Table(
         "packing-cpu.json",
         (

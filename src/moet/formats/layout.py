@@ -13,10 +13,9 @@ A *tile* is 32 rows × 32 k. Within it (t in 0..3, g in 0..7, h and c in 0..1, j
 of row 16h + 8c + g and k = 8t + j lies where lane (g, t) of a tensor-core fragment wants it:
 
 * 2 bits: uint32 word [t][g][h] holds both c and all j, 16 codes. The code (c, j) has its sign at
-  bit p = 15 + 16·(j mod 2) − 2i with i = 2·(j div 2) + c, and its magnitude bit at p − 7 (mod 32).
-  One rotation by 2i therefore brings the BF16 pair (j, j + 1) to bits 15/8 and 31/24, and by 2i or
-  2i + 16 one code to bits 31/24 of a float32: sign, and the bit that tells exponent 125 (¼) from
-  127 (1).
+  bit p = 15 + 16·(j mod 2) − 2i with i = 2·(j div 2) + c, and its magnitude bit at p − 3 (mod 32).
+  Turned left by 2i, a word thus has the codes of two pairs (j, j + 1) at bits 7/4, 15/12, 23/20 and
+  31/28: masked and added to the scale byte, four E4M3 weights (sign, and + 0x10 for ×4).
 * 4 bits: word [t][g][h][c] holds the 8 nibbles j, lowest first: the checkpoint's own bytes.
 * scales: byte [g][h][c] (one scale per 32 k), or [q][g][h][c] with q = k div 16 (one per 16).
 
@@ -246,7 +245,7 @@ def _encode_codes2(codes: U8, words: NDArray[np.uint32]) -> None:
                                 code = codes[row, block * 32 + t * 8 + j]
                                 p = 15 + 16 * (j & 1) - 2 * (2 * (j >> 1) + c)
                                 word |= np.uint32(code >> 1) << np.uint32(p)
-                                word |= np.uint32(code & 1) << np.uint32((p - 7) & 31)
+                                word |= np.uint32(code & 1) << np.uint32((p - 3) & 31)
                         words[group, block, (t * 8 + g) * 2 + h] = word
 
 
@@ -263,7 +262,7 @@ def _decode_codes2(words: NDArray[np.uint32], codes: U8) -> None:
                             for j in range(8):
                                 p = 15 + 16 * (j & 1) - 2 * (2 * (j >> 1) + c)
                                 sign = (word >> np.uint32(p)) & np.uint32(1)
-                                big = (word >> np.uint32((p - 7) & 31)) & np.uint32(1)
+                                big = (word >> np.uint32((p - 3) & 31)) & np.uint32(1)
                                 codes[row, block * 32 + t * 8 + j] = sign << np.uint32(1) | big
 
 

@@ -139,12 +139,12 @@ class _Tile:
         """(accumulator, half of the digits, byte weights) for the 8 inputs at k = 8t."""
         v, b = self.v, self.v.ir
         if self.precision is Precision.BASE:
-            # Signs lie at odd bits, magnitudes at even ones, seven below their sign: six places
+            # Signs lie at odd bits, magnitudes at even ones, three below their sign: two places
             # to the left a magnitude is beside its sign, and a byte holds four codes.
             words = v.load(v.at(codes, t * 64), INTS)
             words = b.or_(
                 b.and_(words, v.splat(0xAAAAAAAA)),
-                b.and_(v.rotate_left(words, 6), v.splat(0x55555555)),
+                b.and_(v.rotate_left(words, 2), v.splat(0x55555555)),
             )
             return [(1 - (n & 1), n >> 1, v.lookup(words, 2 * n, self.book)) for n in range(4)]
         return [

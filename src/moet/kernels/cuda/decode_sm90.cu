@@ -68,15 +68,20 @@ __device__ __forceinline__ void from_e4m3x2(u32 pair, float* v) {
       : "=f"(v[0]), "=f"(v[1]) : "h"(u16(pair)));
 }
 
-// Base: a byte is the sign, and the scale byte + 0x10 if large. The word turned by 2i has row
-// 8c + g's signs at the bytes' top bits, the one turned by 2i + 4 its magnitudes at their bits 4.
+// (w & mask) · factor + addend, in two instructions (the compiler would shift before the mask).
+__device__ __forceinline__ u32 masked_times_plus(u32 w, u32 mask, u32 factor, u32 addend) {
+  u32 d;
+  asm("{ .reg .b32 x; and.b32 x, %1, %2; mad.lo.u32 %0, x, %3, %4; }"
+      : "=r"(d) : "r"(w), "r"(mask), "r"(factor), "r"(addend));
+  return d;
+}
+
+// Base: a byte is the sign, and the scale byte + 0x10 if large.
 __device__ __forceinline__ void decode_base(u32 w, u32 s0, u32 s1, u32* a) {
-  const u32 r = __funnelshift_l(w, w, 10);
-  const u32 turned[6] = {w, w << 2, __funnelshift_l(w, w, 4), __funnelshift_l(w, w, 6),
-                         __funnelshift_l(w, w, 8), r};
-#pragma unroll
-  for (int i = 0; i < 4; i++)
-    a[i] = and_or(turned[i + 2], 0x10101010u, turned[i] & 0x80808080u) + (i % 2 ? s1 : s0);
+  a[0] = (w & 0x90909090u) + s0;
+  a[1] = masked_times_plus(w, 0x24242424u, 4, s1);
+  a[2] = masked_times_plus(w, 0x09090909u, 16, s0);
+  a[3] = (__funnelshift_l(w, w, 6) & 0x90909090u) + s1;
 }
 
 // FP4: the value × 2^-6. Even nibbles to `even`, odd to `odd`.

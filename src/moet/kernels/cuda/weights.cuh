@@ -18,15 +18,16 @@ struct Format {
 constexpr int kStageBytes = 64 * 256 + 64 * 32;
 static_assert(kStageBytes >= 32 * 512 + 32 * 64, "an FP4 stage fits");
 
-// Base: the pair (sign, magnitude) of BF16 values ¼ and 1, whose exponents 125 and 127 differ in
-// one bit. first: k 0..3 of the lane's eight, second: k 4..7.
+// Base: sign and magnitude bit of BF16 values ¼ and 1, whose exponents 125 and 127 differ in one
+// bit, bit 8. Pair i's signs are at 15 − 2i and 31 − 2i and go to 15 and 31; its magnitudes, 3 bits
+// below (mod 32), go to 8 and 24. first: k 0..3 of the lane's eight, second: k 4..7.
 __device__ __forceinline__ void decode_base(u32 w, u32* first, u32* second) {
-  const u32 r = __funnelshift_l(w, w, 10);
-  const u32 pair[8] = {w, w << 2, w << 4, w << 6, w << 8, r, r << 2, r << 4};
+  const u32 magnitude[8] = {w >> 4, w >> 2, w, w << 2, w << 4, w << 6, w << 8,
+                            __funnelshift_l(w, w, 10)};
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
-    first[i] = and_or(pair[i], 0x81008100u, 0x3E803E80u);
-    second[i] = and_or(pair[i + 4], 0x81008100u, 0x3E803E80u);
+  for (int i = 0; i < 8; i++) {
+    const u32 sign = and_or(w << 2 * i, 0x80008000u, 0x3E803E80u);
+    (i < 4 ? first : second)[i % 4] = and_or(magnitude[i], 0x01000100u, sign);
   }
 }
 
