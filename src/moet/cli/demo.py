@@ -24,7 +24,7 @@ from moet.eval.heldout import read_heldout
 from moet.eval.pack import fidelity_of_pack
 from moet.pack import Pack
 
-PROMPT = "The garbage collector in Python"
+PROMPT = "class Stack:\n    def push(self, item):"
 QUESTION = "What is 64 minus 9?"
 MAX_TOKENS = 64
 WINDOWS = 4  # of each held-out segment: enough for two digits, and for the demo's time
@@ -71,7 +71,8 @@ def demo(
         arguments += ["--served-model-name", "demo", "--max-model-len", "1024", "--enforce-eager"]
         arguments += ["--max-num-seqs", "8"]
         with Server(arguments, place / "server.log", _environment()) as server:
-            prompt = {"prompt": PROMPT, "ignore_eos": True}
+            # A model this small repeats itself when it is decoded greedily.
+            prompt = {"prompt": PROMPT, "ignore_eos": True, "temperature": 0.7, "seed": 1}
             answer = _ask(server, f"completion: [cyan]{PROMPT}[/]", "/v1/completions", prompt)
             question = {"messages": [{"role": "user", "content": QUESTION}], "stop": ["\n"]}
             _ask(server, f"chat: [cyan]{QUESTION}[/] → ", "/v1/chat/completions", question)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Mapping
 from hashlib import blake2b
@@ -76,8 +75,7 @@ def _sources() -> list[Any]:
 
 
 def _cache_directory() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "moet" / "kernels"
+    return Path.home() / ".cache" / "moet" / "kernels"
 
 
 def _nvrtc() -> Any:
