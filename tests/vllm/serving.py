@@ -34,6 +34,7 @@ def engine(model: Path, settings: dict[str, Any] | None, **options: Any) -> Iter
         "max_num_seqs": 8,
         "kv_cache_memory_bytes": 64 << 20,
         "seed": 0,
+        "skip_tokenizer_init": not (model / "tokenizer.json").exists(),
         # Not vLLM's first choice on every CPU: the AMX backend takes no float32.
         "attention_backend": "CPU_MLA"
         if "deepseek" in (model / "config.json").read_text()
@@ -67,7 +68,13 @@ def generate(llm: LLM, ids: list[list[int]], tokens: int, **sampling: Any) -> li
     the speed of this process, since other tokens in a batch may change bits of vLLM's dense layers.
     """
     parameters = [
-        SamplingParams(temperature=0, max_tokens=max(1, tokens - i), ignore_eos=True, **sampling)
+        SamplingParams(
+            temperature=0,
+            max_tokens=max(1, tokens - i),
+            ignore_eos=True,
+            detokenize=False,
+            **sampling,
+        )
         for i in range(len(ids))
     ]
     llm.sleep(level=0)
