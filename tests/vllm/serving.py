@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from vllm import LLM, SamplingParams, TokensPrompt
 
 from moet.checkpoints import Checkpoint
 from moet.pack import write_pack
 from moet.quantize import QUANTIZERS
-from vllm import LLM, SamplingParams, TokensPrompt
 
 ROOT = Path(__file__).parents[2]
 NANO = ROOT / "models" / "nano-moe"

@@ -69,7 +69,8 @@ def demo(
         _step(f"Serving with room for {pool} of the experts (vLLM, OpenAI-compatible API)")
         arguments = [str(path), "--pack", str(report.path), "--base-pool", pool]
         arguments += ["--served-model-name", "demo", "--max-model-len", "1024", "--enforce-eager"]
-        arguments += ["--max-num-seqs", "8"]
+        # On the CPU, vLLM asks that this share of all memory is free; a small model needs little.
+        arguments += ["--max-num-seqs", "8", "--gpu-memory-utilization", "0.3"]
         with Server(arguments, place / "server.log", _environment()) as server:
             # A model this small repeats itself when it is decoded greedily.
             prompt = {"prompt": PROMPT, "ignore_eos": True, "temperature": 0.7, "seed": 1}

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
@@ -31,7 +32,6 @@ from vllm.model_executor.layers.quantization.base_config import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from moet.errors import UnsupportedError
-from vllm import envs
 
 METHOD = "moet"
 
