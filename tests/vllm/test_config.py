@@ -15,7 +15,8 @@ from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from moet.errors import UnsupportedError
-from moet.vllm.config import METHOD, MoetConfig, UnquantizedConfig
+from moet.vllm import METHOD
+from moet.vllm.config import MoetConfig, UnquantizedConfig
 from moet.vllm.plugin import register
 from tests.fixtures.checkpoints import write_checkpoint
 

@@ -32,8 +32,7 @@ from vllm.model_executor.layers.quantization.base_config import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from moet.errors import UnsupportedError
-
-METHOD = "moet"
+from moet.vllm import METHOD
 
 _PREFIX = "Moet__"
 _UNQUANTIZED = "unquantized"

@@ -29,6 +29,7 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from moet.errors import CheckpointError
+from moet.vllm import METHOD
 
 LOAD_FORMATS = ("auto", "hf", "safetensors")
 
@@ -44,8 +45,6 @@ class DenseLoader(DefaultModelLoader):  # type: ignore[misc]
     def get_all_weights(
         self, model_config: Any, model: nn.Module
     ) -> Generator[tuple[str, Tensor], None, None]:
-        from moet.vllm.config import METHOD
-
         self._moet = model_config.quantization == METHOD
         yield from super().get_all_weights(model_config, model)
 

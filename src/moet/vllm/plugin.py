@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from moet.vllm import METHOD
+
 
 def register() -> None:
     """Makes `--quantization moet` known. May be called more than once.
@@ -11,6 +13,6 @@ def register() -> None:
     """
     from vllm.model_executor.layers.quantization import register_quantization_config
 
-    from moet.vllm.config import METHOD, MoetConfig
+    from moet.vllm.config import MoetConfig
 
     register_quantization_config(METHOD)(MoetConfig)
