@@ -121,7 +121,13 @@ def test_what_does_not_exist_is_an_error() -> None:
         run_lease(m, 1, [0])
 
 
+def io_threads() -> set[threading.Thread]:
+    """Running I/O threads of every manager, those that other tests left to the collector too."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith("moet-io")}
+
+
 def test_one_lease_at_a_time_and_none_after_close() -> None:
+    others = io_threads()
     m = manager(SimSource(), 12)
     with m.lease(1, decode=[3, 1], scan=[]) as lease:
         with pytest.raises(ResidencyError, match="another is held"), m.lease(2, decode=[], scan=[]):
@@ -135,7 +141,7 @@ def test_one_lease_at_a_time_and_none_after_close() -> None:
     m.close()
     with pytest.raises(ResidencyError, match="closed"), m.lease(1, decode=[], scan=[]):
         pass
-    assert not [t for t in threading.enumerate() if t.name.startswith("moet-io")]
+    assert io_threads() <= others
 
 
 def test_experts_here_are_used_while_others_are_read() -> None:
@@ -292,11 +298,12 @@ def test_a_failed_lease_hands_out_nothing_more() -> None:
 
 
 def test_a_row_that_cannot_be_read_stops_the_start() -> None:
+    others = io_threads()
     source = SimSource()
     source.broken = {RowKey(2, 4, BASE)}
     with pytest.raises(PackError, match="layer 2, expert 4"):
         manager(source, 24)
-    assert not [t for t in threading.enumerate() if t.name.startswith("moet-io")]
+    assert io_threads() <= others
 
 
 def test_steps_follow_the_layers() -> None:
