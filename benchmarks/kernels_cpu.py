@@ -42,7 +42,7 @@ from moet.bench.results import Row, write_result
 from moet.formats.layout import Matrix, Precision, RowLayout, decode_row, max_slices
 from moet.kernels import CpuExperts, ExpertRows, SwiGLU
 from moet.kernels.cpu.simd import Vectors
-from moet.kernels.cpu.strip import _PREFETCH as PREFETCH
+from moet.kernels.cpu.strip import PREFETCH
 
 RESULT = Path("bench/results/kernels-cpu.json")
 POOL_BYTES = 1 << 30

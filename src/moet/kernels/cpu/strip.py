@@ -37,7 +37,7 @@ TOKEN_GROUPS = (1, 2, 3)
 PRECISIONS = (Precision.BASE, Precision.MXFP4, Precision.NVFP4)  # by the number that stages use
 # How far ahead of the codes lines are asked for, and into which cache: soon needed ones into the
 # first; far ones into the second, which can wait for more of them at once.
-_PREFETCH = ((2048, 1), (8192, 2))
+PREFETCH = ((2048, 1), (8192, 2))
 
 _HALF = ir.VectorType(ir.HalfType(), LANES)
 _SHORTS = ir.VectorType(I16, LANES)
@@ -55,7 +55,7 @@ class _Tile:
         self.book = BASE if precision is Precision.BASE else E2M1
 
     def prefetch(self, codes: ir.Value, scales: ir.Value) -> None:
-        for ahead, level in _PREFETCH:
+        for ahead, level in PREFETCH:
             for line in range(0, self.code_bytes, 64):
                 self.v.prefetch(self.v.at(codes, ahead + line), level)
             scales_ahead = ahead * self.scale_bytes // self.code_bytes
