@@ -80,8 +80,8 @@ def repeat_layers(source: Path, target: Path, size: float) -> None:
             layer, tensors = layers[number % len(layers)], {}
             for expert in range(geometry.num_experts):
                 for projection in PROJECTIONS:
-                    old = family.expert_prefix(layer, expert, projection)
-                    new = family.expert_prefix(number, expert, projection)
+                    old = family.expert_prefix(geometry, layer, expert, projection)
+                    new = family.expert_prefix(geometry, number, expert, projection)
                     for ref in checkpoint.locate(layer, expert)[projection].values():
                         name = new + ref.name.removeprefix(old)
                         tensors[name] = checkpoint.read_tensor(ref.name)

@@ -91,7 +91,7 @@ def encode(source: Checkpoint, rule: str) -> dict[str, Tensor]:
         for expert in range(geometry.num_experts):
             matrices = encode_expert(source.decode_expert(layer, expert), rule)
             for projection, parts in zip(PROJECTIONS, matrices, strict=True):
-                prefix = source.family.expert_prefix(layer, expert, projection)
+                prefix = source.family.expert_prefix(source.geometry, layer, expert, projection)
                 for suffix, part in SUFFIXES.items():
                     tensors[f"{prefix}.{suffix}"] = parts[part]
                 tensors[f"{prefix}.input_scale"] = torch.tensor(INPUT_SCALE)
@@ -134,7 +134,7 @@ def decoder(source: Checkpoint, tensors: dict[str, Tensor]) -> Experts:
     def experts(layer: int, expert: int) -> ExpertWeights:
         matrices = []
         for projection in PROJECTIONS:
-            prefix = source.family.expert_prefix(layer, expert, projection)
+            prefix = source.family.expert_prefix(source.geometry, layer, expert, projection)
             parts = {part: tensors[f"{prefix}.{suffix}"] for suffix, part in SUFFIXES.items()}
             matrices.append(FORMATS["nvfp4"].decode(parts))
         return ExpertWeights(*matrices)

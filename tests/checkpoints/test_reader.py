@@ -68,7 +68,9 @@ def test_parts_are_the_stored_tensors(tmp_path, family, format, shards):
                 source = checkpoint.read_expert(layer, expert)
                 for projection in PROJECTIONS:
                     matrix = source[projection]
-                    prefix = checkpoint.family.expert_prefix(layer, expert, projection)
+                    prefix = checkpoint.family.expert_prefix(
+                        checkpoint.geometry, layer, expert, projection
+                    )
                     assert matrix.parts.keys() == PARTS[format].keys()
                     for part, suffix in PARTS[format].items():
                         expected = stored[f"{prefix}.{suffix}"]
@@ -246,7 +248,7 @@ def test_config_is_no_json(tmp_path):
 
 def test_unknown_architecture(tmp_path):
     write_checkpoint(tmp_path, config={"architectures": ["GPT5ForCausalLM"]})
-    refused(tmp_path, "GPT5ForCausalLM", "Supported: DeepseekV3ForCausalLM")
+    refused(tmp_path, "GPT5ForCausalLM", "DeepseekV3ForCausalLM, DeepseekV4ForCausalLM")
 
 
 def test_no_weights(tmp_path):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from moet.checkpoints.base import PROJECTIONS, Family, Geometry, Projection, TensorRef
-from moet.checkpoints.storage import BF16, Storage
+from moet.checkpoints.storage import Storage
 from moet.errors import CheckpointError
 
 Located = dict[Projection, dict[str, TensorRef]]
@@ -21,22 +21,30 @@ class LayerExperts:
 
 
 def match_experts(
-    family: Family, geometry: Geometry, tensors: Mapping[str, TensorRef], declared: Storage
+    family: Family, geometry: Geometry, tensors: Mapping[str, TensorRef], declared: str
 ) -> tuple[Geometry, dict[int, LayerExperts]]:
     """Finds every part of every expert, and checks dtypes and shapes.
 
-    A layer is stored in the declared form or, as draft layers of quantized checkpoints often are,
-    in BF16: its tensors tell. Draft layers that are not in the files are dropped from the geometry
-    (some re-releases leave them out and keep the config key).
+    declared: the format that the configs declare (`Family.declared_format`). A layer is stored in
+    its form or, as draft layers of quantized checkpoints often are, in BF16: its tensors tell.
+    Draft layers that are not in the files are dropped from the geometry (some re-releases leave
+    them out and keep the config key).
 
-    Raises CheckpointError naming the tensor that is missing, malformed or unknown.
+    Raises CheckpointError naming the tensor that is missing, malformed or unknown, or the format
+    that no known checkpoint of the family has.
     """
+    forms = {form.format: form for form in family.forms}
+    if declared not in forms:
+        raise CheckpointError(
+            f"config.json: {geometry.architecture} with {declared} experts is not supported.",
+            f"Supported: {', '.join(forms)}.",
+        )
     suffixes: dict[int, set[str]] = {layer: set() for layer in geometry.moe_layers}
     for name in tensors:
-        found = family.parse_expert(name)
+        found = family.parse_expert(geometry, name)
         if found is None:
             continue
-        if found.layer not in suffixes or found.expert >= geometry.num_experts:
+        if found.layer not in suffixes or (found.expert or 0) >= geometry.num_experts:
             raise CheckpointError(
                 f"tensor {name!r} is of an expert that config.json does not count "
                 f"({geometry.num_experts} experts in each of layers {_span(geometry)}).",
@@ -52,9 +60,9 @@ def match_experts(
     )
     layers = {}
     for layer in geometry.moe_layers:
-        first = tensors.get(f"{family.expert_prefix(layer, 0, 'gate')}.weight")
-        is_bf16 = suffixes[layer] == BF16.suffixes and first is not None and first.dtype == "BF16"
-        storage = BF16 if is_bf16 else declared
+        storage = forms[declared]
+        if _is_plain(family, geometry, tensors, layer, suffixes[layer]):
+            storage = forms["bf16"]
         unknown = suffixes[layer] - storage.suffixes
         if unknown:
             raise CheckpointError(
@@ -66,11 +74,7 @@ def match_experts(
             storage,
             tuple(
                 {
-                    projection: storage.match(
-                        tensors,
-                        family.expert_prefix(layer, expert, projection),
-                        *matrix_shape(geometry, projection),
-                    )
+                    projection: storage.match(family, geometry, tensors, layer, expert, projection)
                     for projection in PROJECTIONS
                 }
                 for expert in range(geometry.num_experts)
@@ -79,11 +83,18 @@ def match_experts(
     return geometry, layers
 
 
-def matrix_shape(geometry: Geometry, projection: Projection) -> tuple[int, int]:
-    """(N, K) of an expert's matrix."""
-    if projection == "down":
-        return geometry.hidden, geometry.intermediate
-    return geometry.intermediate, geometry.hidden
+def _is_plain(
+    family: Family,
+    geometry: Geometry,
+    tensors: Mapping[str, TensorRef],
+    layer: int,
+    suffixes: set[str],
+) -> bool:
+    """Whether a layer's experts are in the family's BF16 form."""
+    plain = next(form for form in family.forms if form.format == "bf16")
+    prefix = family.expert_prefix(geometry, layer, 0, "gate")
+    first = tensors.get(family.tensor_name(prefix, plain.parts[0].suffix))
+    return suffixes == plain.suffixes and first is not None and first.dtype == "BF16"
 
 
 def _span(geometry: Geometry) -> str:

@@ -31,10 +31,10 @@ from moet.checkpoints.directory import (
     repository_name,
     weight_map,
 )
-from moet.checkpoints.experts import LayerExperts, Located, match_experts, matrix_shape
+from moet.checkpoints.experts import LayerExperts, Located, match_experts
 from moet.checkpoints.families import family_of
 from moet.checkpoints.headers import identity, read_header
-from moet.checkpoints.storage import declared_storage
+from moet.checkpoints.storage import matrix_shape
 from moet.errors import CheckpointError
 from moet.formats import FORMATS
 
@@ -89,7 +89,9 @@ class Checkpoint:
         modelopt = path / "hf_quant_config.json"
         family = family_of(config)
         geometry = family.geometry(config)
-        declared = declared_storage(config, read_json(modelopt)[1] if modelopt.exists() else None)
+        declared = family.declared_format(
+            config, read_json(modelopt)[1] if modelopt.exists() else None
+        )
         table = weight_map(path)
         files: dict[str, int] = {}
         try:
@@ -138,11 +140,21 @@ class Checkpoint:
 
     def expert_bytes(self, layer: int) -> int:
         """Stored bytes of one expert of a layer, scales included."""
-        return sum(ref.nbytes for ref in _refs(self.locate(layer, 0)))
+        # Of a stack, gate and up are one block.
+        blocks = {(ref.file, ref.offset): ref.nbytes for ref in _refs(self.locate(layer, 0))}
+        return sum(blocks.values())
 
     def locate(self, layer: int, expert: int) -> Located:
-        """Where the parts of an expert's matrices are: projection → part → tensor."""
+        """Where the parts of an expert's matrices are: projection → part → tensor.
+
+        Of a stack, the expert's block, in which `block_rows` are the matrix's.
+        """
         return self._layer(layer).located[expert]
+
+    def block_rows(self, layer: int, projection: Projection) -> slice | None:
+        """Which rows of the parts that `locate` finds are the matrix's; None for all of them."""
+        n, _ = matrix_shape(self.geometry, projection)
+        return self._layer(layer).storage.rows(projection, n)
 
     def read_order(self, layer: int) -> list[int]:
         """The layer's experts in the order of their first bytes on disk."""
@@ -155,15 +167,21 @@ class Checkpoint:
     def read_expert(self, layer: int, expert: int) -> ExpertSource:
         """An expert's matrices as stored; reads the bytes of its parts and nothing else."""
         storage, located = self._layer(layer).storage, self.locate(layer, expert)
+        # Of a stack, gate and up are read once.
+        read: dict[tuple[str, int], Tensor] = {}
         matrices = []
         for projection in PROJECTIONS:
             shape = matrix_shape(self.geometry, projection)
             parts = {}
             for stored in storage.parts:
-                tensor = self._read(located[projection][stored.part])
+                ref = located[projection][stored.part]
+                place = ref.file, ref.offset
+                if place not in read:
+                    read[place] = self._read(ref)
+                part = storage.matrix_part(read[place], projection, shape[0])
                 # Widens a BF16 scale and drops the dimension of a [1] factor: both exact.
-                dtype = TORCH_DTYPES[stored.dtypes[0]]
-                parts[stored.part] = tensor.to(dtype).reshape(stored.shape(*shape))
+                part = part.to(TORCH_DTYPES[stored.dtypes[0]])
+                parts[stored.part] = part.reshape(()) if stored.shape(*shape) == () else part
             matrices.append(MatrixSource(storage.format, shape, parts))
         return ExpertSource(*matrices)
 

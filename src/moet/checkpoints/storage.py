@@ -1,16 +1,13 @@
-"""How official checkpoints store an expert matrix: tensor suffixes, dtypes and shapes by format.
-
-Three forms are known: plain BF16; FP8 with 128 × 128 blocks as DeepSeek-V3 and Qwen3 publish it;
-NVFP4 as NVIDIA's ModelOpt publishes it.
-"""
+"""How official checkpoints store expert matrices: tensor suffixes, dtypes, shapes, stacks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
-from moet.checkpoints.base import TensorRef
+from torch import Tensor
+
+from moet.checkpoints.base import Family, Geometry, Projection, TensorRef
 from moet.errors import CheckpointError
 
 Shape = tuple[int, ...]
@@ -31,31 +28,65 @@ class StoredPart:
 
 
 @dataclass(frozen=True)
+class Stack:
+    """All experts of a layer in one tensor [experts, …], with gate and up together along N.
+
+    transposed: an expert's block is [K, N], not [N, K].
+    interleaved: gate and up rows alternate, gate first; else all of gate come first.
+    """
+
+    transposed: bool
+    interleaved: bool
+
+    def rows(self, projection: Projection, n: int) -> slice:
+        """Which rows [N, …] of an expert's block are the matrix's, n in number."""
+        if projection == "down":
+            return slice(0, n)
+        if self.interleaved:
+            return slice(int(projection == "up"), 2 * n, 2)
+        return slice(n, 2 * n) if projection == "up" else slice(0, n)
+
+
+@dataclass(frozen=True)
 class Storage:
     """A stored form: the format's name, its parts, and suffixes that may be there but say nothing
-    of the weights (`input_scale` is for quantized activations)."""
+    of the weights (`input_scale` is for quantized activations). stack: None where every matrix has
+    tensors of its own."""
 
     format: str
     parts: tuple[StoredPart, ...]
     ignored: tuple[str, ...] = ()
+    stack: Stack | None = None
+
+    @property
+    def suffixes(self) -> set[str]:
+        return {stored.suffix for stored in self.parts} | set(self.ignored)
 
     def match(
-        self, tensors: Mapping[str, TensorRef], prefix: str, n: int, k: int
+        self,
+        family: Family,
+        geometry: Geometry,
+        tensors: Mapping[str, TensorRef],
+        layer: int,
+        expert: int,
+        projection: Projection,
     ) -> dict[str, TensorRef]:
-        """part → tensor of the matrix [n, k] at `prefix`.
+        """part → tensor (or the expert's block of a stack) of an expert's matrix.
 
         Raises CheckpointError when a tensor is missing or has another dtype or shape.
         """
+        n, k = matrix_shape(geometry, projection)
+        prefix = family.expert_prefix(geometry, layer, expert, projection)
         found = {}
         for stored in self.parts:
-            name = f"{prefix}.{stored.suffix}"
+            name = family.tensor_name(prefix, stored.suffix)
             ref = tensors.get(name)
             if ref is None:
                 raise CheckpointError(
                     f"tensor {name!r} is missing; {self.format} experts need it.",
                     "The checkpoint is incomplete, or its quantization_config is of another model.",
                 )
-            expected = stored.shape(n, k)
+            expected = self._shape(stored, geometry.num_experts, n, k, projection)
             scalar = expected == () and ref.shape == (1,)
             if ref.dtype not in stored.dtypes or not (ref.shape == expected or scalar):
                 raise CheckpointError(
@@ -63,93 +94,38 @@ class Storage:
                     f"experts have {' or '.join(stored.dtypes)} {list(expected)}.",
                     "config.json and the tensors do not belong together.",
                 )
-            found[stored.part] = ref
+            found[stored.part] = self._block(ref, expert)
         return found
 
-    @property
-    def suffixes(self) -> set[str]:
-        return {stored.suffix for stored in self.parts} | set(self.ignored)
+    def rows(self, projection: Projection, n: int) -> slice | None:
+        """Which rows of what a ref holds are the matrix's; None for all of them."""
+        return None if self.stack is None else self.stack.rows(projection, n)
+
+    def matrix_part(self, tensor: Tensor, projection: Projection, n: int) -> Tensor:
+        """The matrix's own part of what a ref holds: [n, …], contiguous; factors as they are."""
+        if self.stack is None:
+            return tensor
+        rows = tensor.T if self.stack.transposed else tensor.flatten(1)
+        return rows[self.stack.rows(projection, n)].contiguous()
+
+    def _shape(
+        self, stored: StoredPart, experts: int, n: int, k: int, projection: Projection
+    ) -> Shape:
+        if self.stack is None:
+            return stored.shape(n, k)
+        shape = stored.shape(n if projection == "down" else 2 * n, k)
+        return (experts, *(shape[::-1] if self.stack.transposed else shape))
+
+    def _block(self, ref: TensorRef, expert: int) -> TensorRef:
+        if self.stack is None:
+            return ref
+        size = ref.nbytes // ref.shape[0]
+        offset = ref.offset + expert * size
+        return replace(ref, offset=offset, nbytes=size, shape=ref.shape[1:])
 
 
-def _blocks(n: int, size: int) -> int:
-    return -(-n // size)
-
-
-BF16 = Storage("bf16", (StoredPart("weight", "weight", ("BF16",), lambda n, k: (n, k)),))
-
-FP8_BLOCK = Storage(
-    "fp8_block",
-    (
-        StoredPart("weight", "weight", ("F8_E4M3",), lambda n, k: (n, k)),
-        # DeepSeek stores these factors in float32, Qwen in bfloat16.
-        StoredPart(
-            "weight_scale_inv",
-            "scale_inv",
-            ("F32", "BF16"),
-            lambda n, k: (_blocks(n, 128), _blocks(k, 128)),
-        ),
-    ),
-)
-
-NVFP4 = Storage(
-    "nvfp4",
-    (
-        StoredPart("weight", "codes", ("U8",), lambda n, k: (n, k // 2)),
-        StoredPart("weight_scale", "scale", ("F8_E4M3",), lambda n, k: (n, k // 16)),
-        StoredPart("weight_scale_2", "global_scale", ("F32",), lambda n, k: ()),
-    ),
-    ignored=("input_scale",),
-)
-
-
-def declared_storage(config: Mapping[str, Any], modelopt: Mapping[str, Any] | None) -> Storage:
-    """The form that config.json's `quantization_config` or hf_quant_config.json declares.
-
-    Raises CheckpointError for a quantization that is not supported, or for two that differ.
-    """
-    declared = []
-    if config.get("quantization_config") is not None:
-        declared.append(_from_config(_table(config["quantization_config"], "config.json")))
-    if modelopt is not None:
-        settings = _table(modelopt, "hf_quant_config.json").get("quantization")
-        declared.append(_from_modelopt(_table(settings, "hf_quant_config.json")))
-    if not declared:
-        return BF16
-    if declared[0] is not declared[-1]:
-        raise CheckpointError(
-            f"config.json declares {declared[0].format} and hf_quant_config.json "
-            f"{declared[-1].format}.",
-            "Remove the file that does not belong to this checkpoint.",
-        )
-    return declared[0]
-
-
-def _table(value: Any, file: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise CheckpointError(f"{file}: the quantization settings are not a table of keys.")
-    return value
-
-
-def _from_config(settings: Mapping[str, Any]) -> Storage:
-    method = str(settings.get("quant_method"))
-    if method.startswith("modelopt"):
-        nested = settings.get("quantization")
-        return _from_modelopt(settings if nested is None else _table(nested, "config.json"))
-    if method == "fp8" and settings.get("weight_block_size") == [128, 128]:
-        return FP8_BLOCK
-    detail = f" with weight_block_size {settings.get('weight_block_size')}" * (method == "fp8")
-    raise _unsupported(f"quant_method {method!r}{detail}")
-
-
-def _from_modelopt(settings: Mapping[str, Any]) -> Storage:
-    algorithm = str(settings.get("quant_algo")).upper()
-    if algorithm == "NVFP4" and settings.get("group_size", 16) == 16:
-        return NVFP4
-    raise _unsupported(f"ModelOpt's {algorithm} with group_size {settings.get('group_size')}")
-
-
-def _unsupported(what: str) -> CheckpointError:
-    return CheckpointError(
-        f"the quantization of this checkpoint is not supported: {what}.",
-        "Supported: BF16, FP8 with 128 × 128 blocks, and ModelOpt's NVFP4.",
-    )
+def matrix_shape(geometry: Geometry, projection: Projection) -> tuple[int, int]:
+    """(N, K) of an expert's matrix."""
+    if projection == "down":
+        return geometry.hidden, geometry.intermediate
+    return geometry.intermediate, geometry.hidden

@@ -25,13 +25,23 @@ INTACT = "Download this file of the checkpoint again, and pack it again if it is
 
 
 class Part(NamedTuple):
-    """How one part of one matrix is stored, and its place in the thread's buffer."""
+    """How one part of one matrix is stored, and its place in the thread's buffer.
+
+    rows: which rows of what is stored are the matrix's; None for all. In a stack's block are those
+    of gate and up, and the place of the second is that of the first: it is read once.
+    """
 
     projection: int
     name: str
     shape: tuple[int, ...]
     start: int
     stop: int
+    rows: slice | None
+
+    def find(self, buffer: U8) -> U8:
+        """The part's bytes as stored, [rows, bytes a row]; a factor's are [1, 4]."""
+        found = buffer[self.start : self.stop].reshape(self.shape[0] if self.shape else 1, -1)
+        return found if self.rows is None else found[self.rows]
 
 
 class CheckpointRows:
@@ -98,14 +108,17 @@ class CheckpointRows:
     def _load(self, key: RowKey) -> tuple[U8, int]:
         """The expert's parts in the thread's buffer, and the bytes read."""
         layer, parts = self._pack.layers[key.layer], self._parts[key.layer]
-        buffer = self._buffer(parts[-1].stop)
+        buffer = self._buffer(max(part.stop for part in parts))
         index = layer.arrays["fp4_index"][key.expert].reshape(-1, 3)
-        places = [(int(row[0]), int(row[1]), part) for row, part in zip(index, parts, strict=True)]
-        done = self._read_runs(key, sorted(places, key=lambda place: place[:2]), buffer)
+        places = {
+            part.start: (int(row[0]), int(row[1]), part)
+            for row, part in zip(index, parts, strict=True)
+        }
+        done = self._read_runs(key, sorted(places.values(), key=lambda of: of[:2]), buffer)
         if self._verify:
             hasher = blake3()
             for part in parts:
-                hasher.update(buffer[part.start : part.stop].data)
+                hasher.update(np.ascontiguousarray(part.find(buffer)).data)
             if hasher.digest() != layer.arrays["fp4_source_blake3"][key.expert].tobytes():
                 raise CheckpointError(
                     f"{self.files_of(key)}: layer {key.layer} expert {key.expert}: the "
@@ -151,20 +164,18 @@ class CheckpointRows:
 def _parts(checkpoint: Checkpoint, layer: int) -> list[Part]:
     """The parts of each expert of a layer, in the order in which they are hashed and indexed."""
     located, parts, end = checkpoint.locate(layer, 0), [], 0
+    starts: dict[tuple[str, int], int] = {}
     for number, projection in enumerate(PROJECTIONS):
+        rows = checkpoint.block_rows(layer, projection)
         for name in FORMATS[checkpoint.expert_format(layer)].parts:
             ref = located[projection][name]
-            start = -(-end // ALIGN) * ALIGN
-            end = start + ref.nbytes
-            parts.append(Part(number, name, ref.shape, start, end))
+            start = starts.setdefault((ref.file, ref.offset), -(-end // ALIGN) * ALIGN)
+            end = max(end, start + ref.nbytes)
+            parts.append(Part(number, name, ref.shape, start, start + ref.nbytes, rows))
     return parts
 
 
 def _packed(parts: list[Part], buffer: U8, number: int) -> PackedMatrix:
     """The codes and scales of gate, up or down in the thread's buffer."""
-    found = {
-        part.name: buffer[part.start : part.stop].reshape(part.shape[0], -1)
-        for part in parts
-        if part.projection == number and len(part.shape) == 2
-    }
+    found = {part.name: part.find(buffer) for part in parts if part.projection == number}
     return PackedMatrix(found["codes"].view(np.uint32), found["scale"])

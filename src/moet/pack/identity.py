@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from moet.checkpoints.reader import Checkpoint
 from moet.errors import CheckpointError
 from moet.pack.manifest import CheckpointFile, Model, PackGeometry
 
 
 def geometry_of(checkpoint: Checkpoint) -> PackGeometry:
-    """The geometry of a checkpoint's model."""
-    return PackGeometry(**dataclasses.asdict(checkpoint.geometry))
+    """The geometry of a checkpoint's rows; how to compute with them only the checkpoint says."""
+    geometry = checkpoint.geometry
+    return PackGeometry(**{name: getattr(geometry, name) for name in PackGeometry.model_fields})
 
 
 def model_of(checkpoint: Checkpoint) -> Model:
