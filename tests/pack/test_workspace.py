@@ -20,7 +20,7 @@ from moet.errors import CheckpointError, ConfigError, MoetError, PackError
 from moet.pack import PackReport, write_pack
 from moet.pack.workspace import JOURNAL_NAME
 from moet.quantize import QUANTIZERS
-from moet.quantize.base import BaseQuantizer, MatrixContext, TwoBitMatrix
+from moet.quantize.base import MatrixContext, MatrixQuantizer, TwoBitMatrix
 from tests.pack.conftest import QUANTIZER, Case
 from tests.pack.test_round_trip import same_files
 
@@ -35,7 +35,7 @@ def pack(checkpoint: Checkpoint, out: Path, **settings: Any) -> PackReport:
     return write_pack(checkpoint, out, quantizer=QUANTIZERS[QUANTIZER](), **settings)
 
 
-class Interrupted(BaseQuantizer):
+class Interrupted(MatrixQuantizer):
     """Quantizes as `QUANTIZER` does, until it comes to `layer`."""
 
     name, level = QUANTIZER, 0

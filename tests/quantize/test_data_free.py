@@ -17,7 +17,6 @@ from moet.errors import CheckpointError, ConfigError
 from moet.formats import FORMATS
 from moet.quantize import (
     QUANTIZERS,
-    BaseQuantizer,
     MatrixContext,
     TwoBitMatrix,
     matrix_statistics,
@@ -303,23 +302,3 @@ def test_relative_rms_on_normal_weights() -> None:
     )
     fp4 = _fp4_weights(rng, (128, 1024))
     assert matrix_statistics(fp4, _quantize(fp4)).relative_rms == pytest.approx(0.322, abs=0.003)
-
-
-def test_a_calibrated_quantizer_plugs_in() -> None:
-    """A level with calibration takes it in its constructor; the caller's side does not change."""
-
-    class Scaled(BaseQuantizer):
-        name = "scaled"
-        level = 1
-
-        def __init__(self, gain: dict[tuple[int, int, str], float]) -> None:
-            self._gain = gain
-
-        def quantize(self, weight: np.ndarray, context: MatrixContext) -> TwoBitMatrix:
-            base = _quantize(weight)
-            gain = self._gain[context.layer, context.expert, context.projection]
-            return TwoBitMatrix(base.codes, base.scales, base.factor * gain)
-
-    weight = np.ones((2, 32), np.float32)
-    quantizer: BaseQuantizer = Scaled({(3, 7, "up"): 2.0})
-    assert np.allclose(quantizer.quantize(weight, CONTEXT).decode(), 2.0)

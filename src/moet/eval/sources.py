@@ -11,7 +11,7 @@ from moet.checkpoints import PROJECTIONS, Checkpoint, ExpertWeights, Projection
 from moet.eval.reference import Experts
 from moet.formats import FORMATS, Precision
 from moet.formats.numbers import floor_log2
-from moet.quantize import BLOCK, BaseQuantizer, MatrixContext
+from moet.quantize import BLOCK, BaseQuantizer, Expert, MatrixContext
 
 Convert = Callable[[Tensor, MatrixContext], Tensor]
 
@@ -32,12 +32,13 @@ def fp4_experts(checkpoint: Checkpoint) -> Experts:
 
 def two_bit_experts(experts: Experts, quantizer: BaseQuantizer) -> Experts:
     """What a quantizer makes of `experts`, decoded."""
-    return mapped(
-        experts,
-        lambda weight, context: torch.from_numpy(
-            quantizer.quantize(weight.numpy(), context).decode()
-        ),
-    )
+
+    def quantized(layer: int, expert: int) -> ExpertWeights:
+        weights = Expert(*(weight.numpy() for weight in experts(layer, expert)))
+        done = quantizer.quantize_expert(weights, layer, expert)
+        return ExpertWeights(*(torch.from_numpy(matrix.decode()) for matrix in done))
+
+    return quantized
 
 
 def power_of_two_experts(experts: Experts) -> Experts:

@@ -16,7 +16,7 @@ from moet.formats.fp4 import fp4_matrix
 from moet.formats.layout import Matrix, Precision, RowLayout, encode_row
 from moet.pack.files import U8
 from moet.pack.layer import LayerLayout
-from moet.quantize.base import BaseQuantizer, MatrixContext
+from moet.quantize.base import BaseQuantizer, Expert
 from moet.quantize.statistics import MatrixStatistics, matrix_statistics
 
 FP4_RULE = "least_error"  # how our own MXFP4 chooses scales, where the checkpoint has no FP4
@@ -47,13 +47,8 @@ def encode_expert(
     """
     source = checkpoint.read_expert(layout.layer, expert)
     weights = checkpoint.decode_expert(layout.layer, expert, source)
-    base, base_factor, statistics = [], [], []
-    for projection, weight in zip(PROJECTIONS, weights, strict=True):
-        values = weight.numpy()
-        quantized = quantizer.quantize(values, MatrixContext(layout.layer, expert, projection))
-        statistics.append(matrix_statistics(values, quantized))
-        base.append(quantized.matrix())
-        base_factor.append(quantized.factor)
+    values = Expert(*(weight.numpy() for weight in weights))
+    quantized = quantizer.quantize_expert(values, layout.layer, expert)
 
     fp4, fp4_source = None, None
     if layout.fp4_in_pack:
@@ -63,12 +58,12 @@ def encode_expert(
         fp4_factor = [_stored_factor(source[projection]) for projection in PROJECTIONS]
         fp4_source = _source_digest(source)
     return EncodedExpert(
-        base=_row(layout.base, base),
-        base_factor=np.array(base_factor, np.float32),
+        base=_row(layout.base, [matrix.matrix() for matrix in quantized]),
+        base_factor=np.array([matrix.factor for matrix in quantized], np.float32),
         fp4=fp4,
         fp4_factor=np.array(fp4_factor, np.float32),
         fp4_source=fp4_source,
-        statistics=statistics,
+        statistics=[*map(matrix_statistics, values, quantized)],
     )
 
 

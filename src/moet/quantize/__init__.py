@@ -9,10 +9,20 @@ from moet.quantize.base import (
     SCALE_MAX_BYTE,
     SCALE_MIN_BYTE,
     BaseQuantizer,
+    Expert,
     MatrixContext,
+    MatrixQuantizer,
+    TwoBitExpert,
     TwoBitMatrix,
 )
+from moet.quantize.calibrated import (
+    CalibratedQuantizer,
+    GptqQuantizer,
+    ScalesQuantizer,
+    SequentialQuantizer,
+)
 from moet.quantize.data_free import DataFreeQuantizer
+from moet.quantize.samples import LayerSamples, SampleSource
 from moet.quantize.statistics import MatrixStatistics, matrix_statistics, merge_statistics
 
 __all__ = [
@@ -21,9 +31,18 @@ __all__ = [
     "SCALE_MAX_BYTE",
     "SCALE_MIN_BYTE",
     "BaseQuantizer",
+    "CalibratedQuantizer",
     "DataFreeQuantizer",
+    "Expert",
+    "GptqQuantizer",
+    "LayerSamples",
     "MatrixContext",
+    "MatrixQuantizer",
     "MatrixStatistics",
+    "SampleSource",
+    "ScalesQuantizer",
+    "SequentialQuantizer",
+    "TwoBitExpert",
     "TwoBitMatrix",
     "matrix_statistics",
     "merge_statistics",

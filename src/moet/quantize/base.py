@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,25 +56,63 @@ class MatrixContext:
         return f"layer {self.layer}, expert {self.expert}, {self.projection}"
 
 
+class Expert(NamedTuple):
+    """An expert's float32 matrices: gate and up [intermediate, hidden], down [hidden, interm.]."""
+
+    gate: NDArray[np.float32]
+    up: NDArray[np.float32]
+    down: NDArray[np.float32]
+
+
+class TwoBitExpert(NamedTuple):
+    """The base of each of an expert's matrices."""
+
+    gate: TwoBitMatrix
+    up: TwoBitMatrix
+    down: TwoBitMatrix
+
+
 class BaseQuantizer(ABC):
-    """Turns one expert matrix into the 2-bit base.
+    """Turns experts into the 2-bit base.
 
-    What a level needs beyond the matrix goes to its constructor: level 0 takes nothing; a
-    calibrated level takes its calibration (Hessians, say) and looks up there, by the context, what
-    belongs to the matrix. So the packer calls every level alike.
+    What a level needs beyond the weights goes to its constructor: level 0 takes nothing; a
+    calibrated level takes its calibration and looks up there what belongs to the expert. So the
+    packer calls every level alike. An expert's matrices come together, because what the down
+    projection multiplies follows from gate and up.
 
-    Threads may call `quantize` of one instance at the same time.
+    Threads may call `quantize_expert` of one instance at the same time.
 
     Attributes:
         name: the registry's name; level: the effort (0, data-free, to 3), stored in the pack.
+        calibration: the digest of the calibration that it uses, or None.
     """
 
     name: str
     level: int
+    calibration: str | None = None
+
+    @abstractmethod
+    def quantize_expert(self, weights: Expert, layer: int, expert: int) -> TwoBitExpert:
+        """The base of one expert of a layer; widths are multiples of 32. Deterministic.
+
+        Raises CheckpointError, naming the matrix, when a weight is not finite.
+        """
+
+
+class MatrixQuantizer(BaseQuantizer):
+    """A quantizer that looks at one matrix at a time."""
 
     @abstractmethod
     def quantize(self, weight: NDArray[np.float32], context: MatrixContext) -> TwoBitMatrix:
         """`weight` float32 [N, K], K a multiple of 32, finite. Deterministic."""
+
+    def quantize_expert(self, weights: Expert, layer: int, expert: int) -> TwoBitExpert:
+        return TwoBitExpert(
+            *(
+                self.quantize(weight, MatrixContext(layer, expert, projection))
+                for projection, weight in zip(Expert._fields, weights, strict=True)
+            )
+        )
 
 
 QUANTIZERS: Registry[type[BaseQuantizer]] = Registry("quantizer")

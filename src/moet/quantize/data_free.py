@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from moet.errors import CheckpointError
 from moet.quantize.base import (
     QUANTIZERS,
-    BaseQuantizer,
     MatrixContext,
+    MatrixQuantizer,
     TwoBitMatrix,
     require_blocks,
 )
@@ -21,7 +21,7 @@ _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 
 
 @QUANTIZERS.register("data-free")
-class DataFreeQuantizer(BaseQuantizer):
+class DataFreeQuantizer(MatrixQuantizer):
     """Codes and scale of every block chosen together, for the least squared error (`search`).
 
     The factor is max|w| / 256. No block needs a scale of 0.4 of its own max|w| or more (`search`),
