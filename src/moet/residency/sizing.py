@@ -12,6 +12,10 @@ from moet.errors import ConfigError
 
 _UNITS = {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
 _UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
+
+# Slots of a pool that prefill passes its rows through, unless the settings say otherwise.
+STREAMING_SLOTS = 8
+
 _FORMS = 'Write "25%", "12GiB", a number of slots, or "auto".'
 
 
@@ -21,6 +25,12 @@ class Sizing:
 
     slots: int
     reason: str
+
+
+def fit_rows(rows: int, row_bytes: int, nbytes: int) -> int:
+    """How many of `rows` rows fit into `nbytes`: what "auto" gives a pool, and what a plan counts
+    on. nbytes may be negative (nothing fits)."""
+    return min(rows, max(0, nbytes) // row_bytes)
 
 
 def size_pool(
@@ -49,7 +59,7 @@ def size_pool(
     text = str(setting).strip()
     if text == "auto":
         free = psutil.virtual_memory().available if available is None else available
-        slots = min(rows, max(0, free - reserve) // row_bytes)
+        slots = fit_rows(rows, row_bytes, free - reserve)
         why = f"{_size(free)} of memory are available and {_size(reserve)} stay in reserve, so " + (
             "all fit" if slots == rows else f"{slots} of {rows} fit"
         )
@@ -63,7 +73,7 @@ def size_pool(
         slots = min(rows, int(text))
         why = f"{text} slots were asked for, and there are {rows} rows"
     elif match := re.fullmatch(r"(\d+(?:\.\d*)?)\s*([KMGT]i?B)", text):
-        slots = min(rows, int(float(match[1]) * _UNITS[match[2]]) // row_bytes)
+        slots = fit_rows(rows, row_bytes, int(float(match[1]) * _UNITS[match[2]]))
         why = f"{text} hold {slots} of {rows} rows"
     else:
         raise ConfigError(f"{name} {text!r} is not a size.", _FORMS)

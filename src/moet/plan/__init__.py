@@ -1,0 +1,1 @@
+"""Geometry × hardware: what fits where, and how fast. docs/planner.md has the formulas."""

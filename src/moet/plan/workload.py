@@ -1,0 +1,47 @@
+"""What a model is to do: how long the requests, how many at once, in which precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moet.errors import ConfigError
+from moet.plan.kv import KV_DTYPES
+
+# vLLM's default of --gpu-memory-utilization.
+UTILIZATION = 0.92
+DEFAULT_CONTEXT = 32_768
+# The length at which decoding is predicted: later tokens read more KV cache.
+DEPTH = 4096
+
+
+@dataclass(frozen=True)
+class Workload:
+    """context: tokens a request may have. streams: requests at once. kv_dtype: vLLM's
+    --kv-cache-dtype. drafts: tokens drafted a step, 0 for no speculation. chunk: prompt tokens a
+    step (vLLM's --max-num-batched-tokens). utilization: share of a GPU's memory that vLLM may use.
+    """
+
+    context: int = DEFAULT_CONTEXT
+    streams: int = 1
+    kv_dtype: str = "auto"
+    drafts: int = 0
+    chunk: int = 8192
+    utilization: float = UTILIZATION
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("context", self.context, 1), ("streams", self.streams, 1),
+            ("drafts", self.drafts, 0), ("chunk", self.chunk, 1),
+        ):  # fmt: skip
+            if value < least:
+                raise ConfigError(f"{name} is {value}.", f"It must be at least {least}.")
+        if self.kv_dtype not in KV_DTYPES:
+            raise ConfigError(
+                f"kv_dtype {self.kv_dtype!r} is not one that the planner can count.",
+                f"Choose one of: {', '.join(KV_DTYPES)}.",
+            )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that one decode step computes."""
+        return self.streams * (1 + self.drafts)
