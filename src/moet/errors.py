@@ -23,6 +23,10 @@ class CheckpointError(MoetError):
     """A checkpoint is incomplete, damaged, or of a form that is not supported."""
 
 
+class CalibrationError(MoetError):
+    """A calibration is incomplete, damaged, or of another model, or its text cannot be used."""
+
+
 class PackError(MoetError):
     """A pack is incomplete, damaged, of another model, or of another version."""
 

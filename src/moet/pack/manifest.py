@@ -100,10 +100,14 @@ class PackFormat(Strict):
 
 
 class Quantizer(Strict):
-    """Which quantizer made the base; level: its effort, 0 (data-free) to 3."""
+    """Which quantizer made the base; level: its effort, 0 (data-free) to 3.
+
+    calibration: BLAKE3 of the calibration that it used; None at level 0.
+    """
 
     name: Text
     level: Annotated[int, Field(ge=0, le=3)]
+    calibration: Digest | None
 
 
 class Fp4(Strict):

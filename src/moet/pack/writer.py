@@ -133,7 +133,9 @@ def _plan(
         model=model_of(checkpoint),
         geometry=geometry,
         format=PackFormat(slices=slices, row_bytes=rows, with_fp4=with_fp4),
-        quantizer=Quantizer(name=quantizer.name, level=quantizer.level),
+        quantizer=Quantizer(
+            name=quantizer.name, level=quantizer.level, calibration=quantizer.calibration
+        ),
     )
     return recipe, fp4, layouts
 

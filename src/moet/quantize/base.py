@@ -85,11 +85,13 @@ class BaseQuantizer(ABC):
     Attributes:
         name: the registry's name; level: the effort (0, data-free, to 3), stored in the pack.
         calibration: the digest of the calibration that it uses, or None.
+        in_order: whether every layer must be finished before the next is begun.
     """
 
     name: str
     level: int
     calibration: str | None = None
+    in_order: bool = False
 
     @abstractmethod
     def quantize_expert(self, weights: Expert, layer: int, expert: int) -> TwoBitExpert:

@@ -33,6 +33,8 @@ from moet.quantize.refine import descend, fit_scales
 from moet.quantize.rounding import Draft, draft_of, factor_of
 from moet.quantize.samples import LayerSamples, SampleSource
 
+_LAYERS_KEPT = 2
+
 
 class CalibratedQuantizer(BaseQuantizer):
     """What levels 1 to 3 share: an expert's moments, and the way back to level 0.
@@ -61,7 +63,7 @@ class CalibratedQuantizer(BaseQuantizer):
         self._device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._data_free = DataFreeQuantizer()
         self._lock = threading.Lock()
-        self._layer: tuple[int, LayerSamples | None, Moments | None] = (-1, None, None)
+        self._layers: dict[int, tuple[LayerSamples | None, Moments | None]] = {}
 
     @torch.no_grad()
     def quantize_expert(self, weights: Expert, layer: int, expert: int) -> TwoBitExpert:
@@ -104,14 +106,16 @@ class CalibratedQuantizer(BaseQuantizer):
         return TwoBitExpert(gate_up.rows(0, n), gate_up.rows(n, 2 * n), last.rows(0, len(down)))
 
     def _of_layer(self, layer: int) -> tuple[LayerSamples | None, Moments | None]:
-        """The samples and the layer's moments, kept for the layer at hand only."""
+        """The samples and the layer's moments, kept for the layers at hand only."""
         with self._lock:
-            if self._layer[0] != layer:
-                self._layer = (-1, None, None)  # frees it before the next is made
+            if layer not in self._layers:
+                # The experts of a file's last layer and of the next file's first may alternate.
+                for old in list(self._layers)[: 1 - _LAYERS_KEPT]:
+                    del self._layers[old]
                 samples = self._samples.layer(layer)
                 moments = None if samples is None else layer_moments(samples, self._device)
-                self._layer = (layer, samples, moments)
-            return self._layer[1:]
+                self._layers[layer] = samples, moments
+            return self._layers[layer]
 
     def _rows(self, samples: LayerSamples, token: Tensor) -> tuple[Tensor, Tensor | None]:
         q = samples.quantized
@@ -185,6 +189,7 @@ class SequentialQuantizer(GptqQuantizer):
 
     name = "sequential"
     level = 3
+    in_order = True
     damping = 0.03
     sweeps = 2
 

@@ -82,6 +82,8 @@ def sums(x: Tensor, quantized: Tensor | None, square_weight: Tensor) -> Sums:
 
 def layer_moments(samples: LayerSamples, device: torch.device) -> Moments:
     """The moments of all of a layer's tokens, each with the weight of its routing."""
+    if samples.quantized is None and samples.second_moment is not None:
+        return Moments(samples.second_moment.to(device))
     tokens, k = samples.x.shape
     square = torch.zeros(k, k, device=device)
     cross = None if samples.quantized is None else torch.zeros_like(square)

@@ -20,6 +20,8 @@ class LayerSamples:
 
     x: [T, hidden], of the model with its experts at FP4. ids: int [T, k], the experts that each
     token goes to, −1 = none. weights: float32 [T, k], what their outputs are multiplied by.
+    second_moment: float32 [hidden, hidden], Σ w x xᵀ / Σ w over the tokens, w = `token_weight`;
+    None where it is still to be computed.
     quantized: [T, hidden], the same tokens where all layers before this one are at 2 bits; only
     level 3 has them.
     """
@@ -27,6 +29,7 @@ class LayerSamples:
     x: Tensor
     ids: Tensor
     weights: Tensor
+    second_moment: Tensor | None = None
     quantized: Tensor | None = None
 
     @property
