@@ -21,7 +21,6 @@ from moet.cli.server import Server
 from moet.cli.ui import emit_json, err, out, size
 from moet.errors import CheckpointError
 from moet.eval.heldout import read_heldout
-from moet.eval.pack import fidelity_of_pack
 from moet.pack import Pack
 
 PROMPT = "class Stack:\n    def push(self, item):"
@@ -58,6 +57,9 @@ def demo(
     Takes about two minutes on two cores and needs no GPU. The model is a real one, trained for this
     project, but tiny (20.7 M parameters): judge the mechanism by it, not the prose.
     """
+    # Not at the top: transformers takes seconds and 170 MB, and every command imports this module.
+    from moet.eval.pack import fidelity_of_pack
+
     path = model or embedded_model()
     with ExitStack() as stack:
         checkpoint = stack.enter_context(Checkpoint.open(path))
