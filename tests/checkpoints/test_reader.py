@@ -141,22 +141,6 @@ def test_threads_read_what_one_thread_reads(tmp_path):
         assert list(pool.map(digest, keys)) == [digest(key) for key in keys]
 
 
-def test_read_order_follows_the_files(tmp_path):
-    write_checkpoint(tmp_path, experts=12, shards=3)
-    with Checkpoint.open(tmp_path) as checkpoint:
-        order = checkpoint.read_order(1)
-        assert sorted(order) == list(range(12))
-        first = [
-            min(
-                (r.file, r.offset)
-                for parts in checkpoint.locate(1, e).values()
-                for r in parts.values()
-            )
-            for e in order
-        ]
-        assert first == sorted(first)
-
-
 def test_files_are_closed(tmp_path):
     def descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))

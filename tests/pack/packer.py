@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,14 +28,15 @@ STEPS = ("fsync", "replace", "rename", "unlink", "rmdir", "mkdir", "ftruncate", 
 
 def pack(model: str, out: str, die_at: int | None, overwrite: bool) -> tuple[int, int]:
     """(layers found finished, durable steps made)."""
-    steps = 0
+    steps, counting = 0, threading.Lock()
 
     def counted(call: Callable[..., Any]) -> Callable[..., Any]:
         def step(*arguments: Any, **options: Any) -> Any:
             nonlocal steps
-            if steps == die_at:
-                os.kill(os.getpid(), signal.SIGKILL)
-            steps += 1
+            with counting:  # a layer is finished while the next one is begun
+                if steps == die_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                steps += 1
             return call(*arguments, **options)
 
         return step
@@ -42,7 +44,6 @@ def pack(model: str, out: str, die_at: int | None, overwrite: bool) -> tuple[int
     for name in STEPS:
         setattr(os, name, counted(getattr(os, name)))
     with Checkpoint.open(model) as checkpoint:
-        # One worker, so that the n-th step is the same one each time.
         report = write_pack(
             checkpoint,
             out,

@@ -114,9 +114,13 @@ class Recorder:
         self.work: Work | None = None
         self.read = self.written = 0
         self.layers: list[int] = []
+        self.files: list[str] = []
 
     def start(self, work: Work) -> None:
         self.work = work
+
+    def fetch(self, file: str, size: int) -> None:
+        self.files.append(file)
 
     def advance(self, read: int, written: int) -> None:
         self.read += read

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,16 +49,26 @@ class Header:
 def read_header(file: str, fd: int) -> Header:
     """Parses and checks the header of an open shard; `file` is its name, for errors and refs.
 
+    Raises CheckpointError as `parse_header` does.
+    """
+    return parse_header(
+        file, os.fstat(fd).st_size, lambda offset, length: os.pread(fd, length, offset)
+    )
+
+
+def parse_header(file: str, size: int, read: Callable[[int, int], bytes]) -> Header:
+    """Parses and checks the header of a shard of `size` bytes.
+
+    read: (offset, length) → as many bytes, or fewer where the file ends.
     Raises CheckpointError naming the file when it is truncated, is no safetensors file, or has a
     tensor whose dtype, shape, offset or size is impossible.
     """
-    size = os.fstat(fd).st_size
-    prefix = os.pread(fd, 8, 0)
+    prefix = read(0, 8)
     length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
     if not 2 <= length <= MAX_HEADER:
         raise _damaged(file, "it does not begin with a safetensors header")
     start = 8 + length
-    raw = os.pread(fd, length, 8)
+    raw = read(8, length)
     if len(raw) != length:
         raise _damaged(file, f"its header needs {start:,} bytes, but the file has {size:,}")
     try:
@@ -79,7 +89,7 @@ def read_header(file: str, fd: int) -> Header:
     if end != size:
         raise _damaged(file, f"its tensors end at byte {end:,}, but the file has {size:,}")
     middle = start + (end - start) // 2
-    samples = [os.pread(fd, SAMPLE, at) for at in (start, middle, max(start, end - SAMPLE))]
+    samples = [read(at, SAMPLE) for at in (start, middle, max(start, end - SAMPLE))]
     return Header(file, {ref.name: ref for ref in refs}, raw, b"".join(samples))
 
 

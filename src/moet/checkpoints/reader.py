@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,14 +24,14 @@ from moet.checkpoints.base import (
 from moet.checkpoints.directory import (
     SINGLE,
     collect_tensors,
-    open_shard,
     read_json,
     repository_name,
     weight_map,
 )
 from moet.checkpoints.experts import LayerExperts, Located, match_experts
 from moet.checkpoints.families import family_of
-from moet.checkpoints.headers import identity, read_header
+from moet.checkpoints.headers import identity
+from moet.checkpoints.shards import LocalShards, Shards
 from moet.checkpoints.storage import matrix_shape
 from moet.errors import CheckpointError
 from moet.formats import FORMATS
@@ -48,13 +46,13 @@ TORCH_DTYPES = {
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """An official checkpoint directory, opened and checked; a context manager.
+    """An official checkpoint, opened and checked; a context manager.
 
-    Reading is thread-safe: every read is a `pread` into fresh memory. Close it after the last one.
+    Reading is thread-safe: every read fills fresh memory. Close it after the last one.
 
     Attributes:
-        path: the directory. name: its repository's or its own name. revision: the commit, where
-            the directory is one of the Hugging Face cache, else None.
+        path: the directory of its configs. shards: the files of its tensors.
+        name: its repository's or its own name. revision: the commit, where it is known, else None.
         config: config.json. identity: hash of the checkpoint in hex (see `headers.identity`).
         family, geometry: of the model; draft layers that the files leave out are left out here.
         tensors: every tensor of the checkpoint by name.
@@ -68,11 +66,8 @@ class Checkpoint:
     family: Family
     geometry: Geometry
     tensors: Mapping[str, TensorRef]
+    shards: Shards
     _layers: Mapping[int, LayerExperts]
-    _files: dict[str, int]
-
-    def __post_init__(self) -> None:
-        weakref.finalize(self, _close, self._files)
 
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
@@ -85,6 +80,27 @@ class Checkpoint:
             raise CheckpointError(
                 f"{path} is not a directory.", "Give the directory of a downloaded checkpoint."
             )
+        table = weight_map(path)
+        shards = LocalShards(path, sorted(set(table.values())) if table else [SINGLE])
+        try:
+            return cls.assemble(path, *repository_name(path), table, shards)
+        except BaseException:
+            shards.close()
+            raise
+
+    @classmethod
+    def assemble(
+        cls,
+        path: Path,
+        name: str,
+        revision: str | None,
+        table: dict[str, str] | None,
+        shards: Shards,
+    ) -> Checkpoint:
+        """The checkpoint whose configs are in `path` and whose tensors are in `shards`.
+
+        table: the index (`directory.weight_map`). Raises CheckpointError as `open` does.
+        """
         raw, config = read_json(path / "config.json")
         modelopt = path / "hf_quant_config.json"
         family = family_of(config)
@@ -92,32 +108,25 @@ class Checkpoint:
         declared = family.declared_format(
             config, read_json(modelopt)[1] if modelopt.exists() else None
         )
-        table = weight_map(path)
-        files: dict[str, int] = {}
-        try:
-            for file in sorted(set(table.values())) if table else [SINGLE]:
-                files[file] = open_shard(path / file)
-            headers = [read_header(file, fd) for file, fd in files.items()]
-            tensors = collect_tensors(headers, table)
-            geometry, layers = match_experts(family, geometry, tensors, declared)
-        except BaseException:
-            _close(files)
-            raise
+        headers = [shards.header(file) for file in shards.files]
+        tensors = collect_tensors(headers, table)
+        geometry, layers = match_experts(family, geometry, tensors, declared)
         return cls(
             path,
-            *repository_name(path),
+            name,
+            revision,
             config,
             identity(raw, headers),
             family,
             geometry,
             tensors,
+            shards,
             layers,
-            files,
         )
 
     def close(self) -> None:
         """Closes the files; reading afterwards is an error."""
-        _close(self._files)
+        self.shards.close()
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -155,14 +164,6 @@ class Checkpoint:
         """Which rows of the parts that `locate` finds are the matrix's; None for all of them."""
         n, _ = matrix_shape(self.geometry, projection)
         return self._layer(layer).storage.rows(projection, n)
-
-    def read_order(self, layer: int) -> list[int]:
-        """The layer's experts in the order of their first bytes on disk."""
-
-        def place(expert: int) -> tuple[str, int]:
-            return min((ref.file, ref.offset) for ref in _refs(self.locate(layer, expert)))
-
-        return sorted(range(self.geometry.num_experts), key=place)
 
     def read_expert(self, layer: int, expert: int) -> ExpertSource:
         """An expert's matrices as stored; reads the bytes of its parts and nothing else."""
@@ -234,38 +235,13 @@ class Checkpoint:
             ) from None
 
     def _read(self, ref: TensorRef) -> Tensor:
-        if not self._files:
-            raise CheckpointError(f"checkpoint {self.path} is closed.")
         if ref.dtype not in TORCH_DTYPES:
             raise CheckpointError(f"{ref.file}: tensor {ref.name!r} has dtype {ref.dtype}.")
         # The device by name: inside vLLM the default one is the GPU.
         buffer = torch.empty(ref.nbytes, dtype=torch.uint8, device="cpu")
-        _pread(self._files[ref.file], buffer, ref)
+        self.shards.read(ref, buffer)
         return buffer.view(TORCH_DTYPES[ref.dtype]).reshape(ref.shape)
 
 
 def _refs(located: Located) -> Iterable[TensorRef]:
     return (ref for parts in located.values() for ref in parts.values())
-
-
-def _pread(fd: int, buffer: Tensor, ref: TensorRef) -> None:
-    """Fills `buffer`, uint8, with the tensor's bytes; a call may return fewer than asked for."""
-    view, done = buffer.numpy().data, 0
-    while done < ref.nbytes:
-        try:
-            got = os.preadv(fd, [view[done:]], ref.offset + done)
-        except OSError as error:
-            raise CheckpointError(
-                f"{ref.file}: tensor {ref.name!r} cannot be read: {error.strerror}."
-            ) from None
-        if got == 0:
-            raise CheckpointError(
-                f"{ref.file}: tensor {ref.name!r} ends early; the file was cut while it was open.",
-                "Download this file again.",
-            )
-        done += got
-
-
-def _close(files: dict[str, int]) -> None:
-    while files:
-        os.close(files.popitem()[1])

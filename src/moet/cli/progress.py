@@ -58,6 +58,9 @@ class Bar:
         if work.layers_done:
             err.print(f"resuming: {work.layers_done} of {work.layers} layers are already written")
 
+    def fetch(self, file: str, size: int) -> None:
+        pass
+
     def advance(self, read: int, written: int) -> None:
         self._bar.advance(self._task, read)
 

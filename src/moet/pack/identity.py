@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from moet.checkpoints.reader import Checkpoint
-from moet.errors import CheckpointError
 from moet.pack.manifest import CheckpointFile, Model, PackGeometry
 
 
@@ -14,17 +13,11 @@ def geometry_of(checkpoint: Checkpoint) -> PackGeometry:
 
 
 def model_of(checkpoint: Checkpoint) -> Model:
-    """Name, revision, source hash and files of a checkpoint; raises CheckpointError."""
-    files = []
-    for name in sorted({ref.file for ref in checkpoint.tensors.values()}):
-        try:
-            size = (checkpoint.path / name).stat().st_size
-        except OSError as error:
-            raise CheckpointError(
-                f"{checkpoint.path / name}: cannot be read ({error.strerror}).",
-                "The checkpoint must stay in place while its pack is made or used.",
-            ) from None
-        files.append(CheckpointFile(name=name, bytes=size))
+    """Name, revision, source hash and files of a checkpoint."""
+    files = [
+        CheckpointFile(name=name, bytes=checkpoint.shards.size(name))
+        for name in sorted({ref.file for ref in checkpoint.tensors.values()})
+    ]
     return Model(
         # A directory's name need not be UTF-8, JSON must be.
         name=checkpoint.name.encode(errors="replace").decode(),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor, as_completed, wait
+import threading
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -16,14 +17,16 @@ from moet.pack.encode import encode_expert
 from moet.pack.files import sync_directory, write_exact, writing
 from moet.pack.layer import Arrays, LayerLayout, layer_file_name, slice_digests
 from moet.pack.manifest import Fp4, LayerEntry, Recipe, Source
-from moet.pack.progress import Progress
 from moet.pack.statistics import layer_statistics
 from moet.quantize.base import BaseQuantizer
 from moet.quantize.statistics import MatrixStatistics
 
 
 class LayerWriter:
-    """Writes the file of one layer: rows in any order, then the small tensors and the header."""
+    """Writes the file of one layer: rows in any order, then the small tensors and the header.
+
+    `write_expert` may be called by several threads; the others by one, after all experts.
+    """
 
     def __init__(
         self,
@@ -35,23 +38,50 @@ class LayerWriter:
     ) -> None:
         self._checkpoint, self._quantizer, self._layout = checkpoint, quantizer, layout
         self._path = directory / layer_file_name(layout.layer)
+        self._temporary = self._path.with_name(self._path.name + ".tmp")
         self._arrays: Arrays = layout.empty_tail()
         self._files = {file.name: number for number, file in enumerate(recipe.model.files)}
+        self._statistics: dict[int, list[MatrixStatistics]] = {}
+        self._opening = threading.Lock()
+        self._file: BinaryIO | None = None
 
-    def write(self, pool: ThreadPoolExecutor, fp4: Fp4, progress: Progress) -> LayerEntry:
-        """Writes, makes durable, and describes the layer."""
-        layout = self._layout
-        temporary = self._path.with_name(self._path.name + ".tmp")
-        with writing(self._path), temporary.open("wb", buffering=0) as file:
-            statistics = self._write_rows(pool, file.fileno(), progress)
-            tail = layout.join_tail(self._arrays)
-            write_exact(file.fileno(), tail, layout.tail_start)
-            write_exact(file.fileno(), layout.header, 0)
-            os.fsync(file.fileno())
-            temporary.replace(self._path)
+    @property
+    def complete(self) -> bool:
+        """Whether every expert is written."""
+        return len(self._statistics) == self._layout.experts
+
+    def write_expert(self, expert: int) -> tuple[int, int]:
+        """Encodes an expert and writes its rows; returns the bytes read and written."""
+        layout, arrays = self._layout, self._arrays
+        done = encode_expert(self._checkpoint, self._quantizer, layout, expert)
+        arrays["base_factor"][expert] = done.base_factor
+        arrays["base_blake3"][expert] = slice_digests(layout.base, done.base)
+        arrays["fp4_factor"][expert] = done.fp4_factor
+        fd, written = self._open(), done.base.nbytes
+        with writing(self._path):
+            write_exact(fd, done.base, layout.row_offset(Precision.BASE, expert))
+            if done.fp4 is not None:
+                arrays["fp4_blake3"][expert] = slice_digests(layout.fp4, done.fp4)
+                write_exact(fd, done.fp4, layout.row_offset(layout.fp4.precision, expert))
+                written += done.fp4.nbytes
+        if done.fp4_source is not None:
+            arrays["fp4_index"][expert] = self._index(expert)
+            arrays["fp4_source_blake3"][expert] = np.frombuffer(done.fp4_source, np.uint8)
+        self._statistics[expert] = done.statistics
+        return self._checkpoint.expert_bytes(layout.layer), written
+
+    def finish(self, fp4: Fp4) -> tuple[LayerEntry, int]:
+        """Makes the file durable, and describes it; returns also the bytes written."""
+        layout, fd = self._layout, self._open()
+        tail = layout.join_tail(self._arrays)
+        with writing(self._path):
+            write_exact(fd, tail, layout.tail_start)
+            write_exact(fd, layout.header, 0)
+            os.fsync(fd)
+            self.close()
+            self._temporary.replace(self._path)
             sync_directory(self._path.parent)
-        progress.advance(0, len(tail) + len(layout.header))
-        return LayerEntry(
+        entry = LayerEntry(
             layer=layout.layer,
             file=self._path.name,
             file_bytes=layout.file_bytes,
@@ -61,46 +91,23 @@ class LayerWriter:
                 format=self._checkpoint.expert_format(layout.layer),
                 bytes=self._checkpoint.expert_bytes(layout.layer) * layout.experts,
             ),
-            statistics=layer_statistics(statistics),
+            statistics=layer_statistics([self._statistics[e] for e in range(layout.experts)]),
         )
+        return entry, len(tail) + len(layout.header)
 
-    def _write_rows(
-        self, pool: ThreadPoolExecutor, fd: int, progress: Progress
-    ) -> list[list[MatrixStatistics]]:
-        """Writes every row into the open file `fd`; the statistics are in the experts' order."""
-        layer, layout = self._layout.layer, self._layout
-        read = self._checkpoint.expert_bytes(layer)
-        written = layout.base.row_bytes + layout.fp4.row_bytes * layout.fp4_in_pack
-        futures = {
-            pool.submit(self._write_expert, fd, expert): expert
-            for expert in self._checkpoint.read_order(layer)
-        }
-        statistics: dict[int, list[MatrixStatistics]] = {}
-        try:
-            for future in as_completed(futures):
-                statistics[futures[future]] = future.result()
-                progress.advance(read, written)
-        finally:
-            # After an error nobody may write to a descriptor that is about to be closed.
-            for future in futures:
-                future.cancel()
-            wait(futures)
-        return [statistics[expert] for expert in range(layout.experts)]
+    def close(self) -> None:
+        """Closes the file, whether or not it is complete."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
-    def _write_expert(self, fd: int, expert: int) -> list[MatrixStatistics]:
-        layout, arrays = self._layout, self._arrays
-        done = encode_expert(self._checkpoint, self._quantizer, layout, expert)
-        arrays["base_factor"][expert] = done.base_factor
-        arrays["base_blake3"][expert] = slice_digests(layout.base, done.base)
-        arrays["fp4_factor"][expert] = done.fp4_factor
-        write_exact(fd, done.base, layout.row_offset(Precision.BASE, expert))
-        if done.fp4 is not None:
-            arrays["fp4_blake3"][expert] = slice_digests(layout.fp4, done.fp4)
-            write_exact(fd, done.fp4, layout.row_offset(layout.fp4.precision, expert))
-        if done.fp4_source is not None:
-            arrays["fp4_index"][expert] = self._index(expert)
-            arrays["fp4_source_blake3"][expert] = np.frombuffer(done.fp4_source, np.uint8)
-        return done.statistics
+    def _open(self) -> int:
+        """The file's descriptor; made by the first row, so that a layer begun is a file open."""
+        with self._opening:
+            if self._file is None:
+                with writing(self._path):
+                    self._file = self._temporary.open("wb", buffering=0)
+            return self._file.fileno()
 
     def _index(self, expert: int) -> list[list[tuple[int, int, int]]]:
         """(file number, offset, bytes) of each part of gate, up and down."""

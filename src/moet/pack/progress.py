@@ -27,6 +27,9 @@ class Progress(Protocol):
     def start(self, work: Work) -> None:
         """Called once, before the first byte."""
 
+    def fetch(self, file: str, size: int) -> None:
+        """Called before a file of the checkpoint is read, and if need be downloaded; its bytes."""
+
     def advance(self, read: int, written: int) -> None:
         """Called after each expert with the bytes it read and wrote."""
 
@@ -38,6 +41,9 @@ class Silent:
     """Tells nobody."""
 
     def start(self, work: Work) -> None:
+        pass
+
+    def fetch(self, file: str, size: int) -> None:
         pass
 
     def advance(self, read: int, written: int) -> None:

@@ -41,7 +41,7 @@ class Workspace:
 
     Attributes:
         partial: the directory that is written to.
-        finished: entries of the layers that an earlier run has finished, in the recipe's order.
+        finished: entries of the layers that an earlier run has finished, in any order.
         complete: the manifest, when an earlier run wrote it and was killed before publishing.
 
     Raises PackError when `out` exists (and `overwrite` is not given, or it is not a pack), when
@@ -166,10 +166,12 @@ class Workspace:
     def _journalled(self, lines: list[bytes]) -> list[LayerEntry]:
         """The entries up to the first that is torn or whose file is not what it says."""
         entries: list[LayerEntry] = []
-        for layer, line in zip(self._recipe.geometry.moe_layers, lines, strict=False):
+        missing = set(self._recipe.geometry.moe_layers)
+        for line in lines:
             entry = _parse(LayerEntry, line)
-            if entry is None or entry.layer != layer or not self._is_whole(entry):
+            if entry is None or entry.layer not in missing or not self._is_whole(entry):
                 break
+            missing.remove(entry.layer)
             entries.append(entry)
         return entries
 

@@ -1,4 +1,4 @@
-"""Writing a pack: the checkpoint streams through, expert by expert, layer after layer.
+"""Writing a pack: the checkpoint streams through, file by file, expert by expert.
 
 Each worker reads, decodes, quantizes, encodes and writes one expert at a time, so that memory holds
 as many experts as there are workers, whatever the size of the model.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Generator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +31,7 @@ from moet.pack.manifest import (
     seal,
 )
 from moet.pack.progress import Progress, Silent, Work
+from moet.pack.schedule import schedule
 from moet.pack.workspace import Workspace, check_replaceable
 from moet.quantize.base import BaseQuantizer
 
@@ -86,23 +89,34 @@ def write_pack(
     recipe, fp4, layouts = _plan(checkpoint, quantizer, slices, with_fp4)
     progress = progress or Silent()
     with Workspace(out, recipe, overwrite=overwrite) as workspace:
-        entries = list(workspace.finished)
-        todo = layouts[len(entries) :]
+        finished = {entry.layer for entry in workspace.finished}
+        todo = [layout for layout in layouts if layout.layer not in finished]
         work = Work(
             read=sum(checkpoint.expert_bytes(of.layer) * of.experts for of in todo),
             written=sum(layout.file_bytes for layout in todo),
             layers=len(layouts),
-            layers_done=len(entries),
+            layers_done=len(finished),
         )
-        _check_space(workspace.partial, work)
+        _check_space(workspace.partial, work, checkpoint.shards.room if todo else 0)
         progress.start(work)
+        writers = {
+            layout.layer: LayerWriter(checkpoint, quantizer, layout, recipe, workspace.partial)
+            for layout in todo
+        }
+        entries = list(workspace.finished)
         with ThreadPoolExecutor(workers or _default_workers(), "moet-pack") as pool:
-            for layout in todo:
-                writer = LayerWriter(checkpoint, quantizer, layout, recipe, workspace.partial)
-                entry = writer.write(pool, fp4[layout.layer], progress)
-                workspace.add(entry)
-                entries.append(entry)
-                progress.finish_layer(layout.layer)
+            try:
+                with closing(_write(pool, checkpoint, writers, progress)) as complete:
+                    for layer in complete:
+                        entry, written = writers.pop(layer).finish(fp4[layer])
+                        workspace.add(entry)
+                        entries.append(entry)
+                        progress.advance(0, written)
+                        progress.finish_layer(layer)
+            finally:
+                for writer in writers.values():
+                    writer.close()
+        entries.sort(key=lambda entry: entry.layer)
         manifest = workspace.complete or seal(recipe, entries)
         workspace.publish(manifest)
     return PackReport(
@@ -114,6 +128,37 @@ def write_pack(
         layers_resumed=work.layers_done,
         seconds=time.monotonic() - started,
     )
+
+
+def _write(
+    pool: ThreadPoolExecutor,
+    checkpoint: Checkpoint,
+    writers: Mapping[int, LayerWriter],
+    progress: Progress,
+) -> Generator[int, None, None]:
+    """Writes all experts of `writers`, file by file of the checkpoint; yields complete layers."""
+    shards = checkpoint.shards
+    for step in schedule(checkpoint, writers):
+        progress.fetch(step.file, shards.size(step.file))
+        shards.fetch(step.file)
+        futures = {
+            pool.submit(writers[layer].write_expert, expert): layer
+            for layer, expert in step.experts
+        }
+        try:
+            for future in as_completed(futures):
+                progress.advance(*future.result())
+                layer = futures[future]
+                if layer in writers and writers[layer].complete:
+                    yield layer
+        finally:
+            # After an error nobody may write to a file that is about to be closed.
+            for future in futures:
+                future.cancel()
+            wait(futures)
+        for file in step.drop:
+            shards.drop(file)
+        shards.drop(step.file, step.keep)
 
 
 def _plan(
@@ -150,12 +195,12 @@ def _fp4(checkpoint: Checkpoint, layer: int, with_fp4: bool) -> Fp4:
     return Fp4(precision=Precision.MXFP4, stored="pack")
 
 
-def _check_space(directory: Path, work: Work) -> None:
-    """Raises PackError when the disk cannot take what is still to be written."""
+def _check_space(directory: Path, work: Work, room: int) -> None:
+    """Raises PackError when the disk cannot take what is still to be written; room: beside it."""
     with writing(directory):
         status = os.statvfs(directory)
     free = status.f_bavail * status.f_frsize
-    needed = work.written + MANIFEST_ROOM * (1 + work.layers // 64)
+    needed = work.written + MANIFEST_ROOM * (1 + work.layers // 64) + room
     if free < needed:
         raise PackError(
             f"{directory}: needs {needed / 2**30:.2f} GiB, but its disk has {free / 2**30:.2f} "
