@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from contextlib import closing
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from moet.pack.manifest import (
     seal,
 )
 from moet.pack.progress import Progress, Silent, Work
-from moet.pack.schedule import schedule
+from moet.pack.schedule import Step, schedule
 from moet.pack.workspace import Workspace, check_replaceable
 from moet.quantize.base import BaseQuantizer
 
@@ -103,10 +103,13 @@ def write_pack(
             layout.layer: LayerWriter(checkpoint, quantizer, layout, recipe, workspace.partial)
             for layout in todo
         }
+        # A quantizer that needs the layers in order reads some files of the checkpoint again.
+        runs = [[layer] for layer in writers] if quantizer.in_order else [list(writers)]
+        steps = [step for layers in runs for step in schedule(checkpoint, layers)]
         entries = list(workspace.finished)
         with ThreadPoolExecutor(workers or _default_workers(), "moet-pack") as pool:
             try:
-                with closing(_write(pool, checkpoint, writers, progress)) as complete:
+                with closing(_write(pool, checkpoint, writers, steps, progress)) as complete:
                     for layer in complete:
                         entry, written = writers.pop(layer).finish(fp4[layer])
                         workspace.add(entry)
@@ -134,11 +137,12 @@ def _write(
     pool: ThreadPoolExecutor,
     checkpoint: Checkpoint,
     writers: Mapping[int, LayerWriter],
+    steps: Iterable[Step],
     progress: Progress,
 ) -> Generator[int, None, None]:
-    """Writes all experts of `writers`, file by file of the checkpoint; yields complete layers."""
+    """Writes the experts of `steps`; yields complete layers."""
     shards = checkpoint.shards
-    for step in schedule(checkpoint, writers):
+    for step in steps:
         progress.fetch(step.file, shards.size(step.file))
         shards.fetch(step.file)
         futures = {
