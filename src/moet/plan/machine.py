@@ -14,6 +14,11 @@ GIB = 1 << 30
 _GB_S = 1e9
 _UNITS = {"": GIB, "G": GIB, "T": 1 << 40, "MiB": 1 << 20, "GiB": GIB, "TiB": 1 << 40}
 _UNITS |= {"MB": 10**6, "GB": 10**9, "TB": 10**12}
+# "2 × H200", "2× H200" and "H200×2"; the x of "rtx5090" multiplies nothing.
+_COUNTED = (
+    r"(?P<n>\d{1,2})\s*(?:[×*]\s*|x\s+)(?P<name>.+)",
+    r"(?P<name>.+?)\s*(?:[×*]|(?<!rt)x)\s*(?P<n>\d+)",
+)
 _CUSTOM_HELP = (
     'Or write it out: --gpu "24GiB:1000GB/s" or, with its host link, "24GiB:1000GB/s:25GB/s".'
 )
@@ -184,8 +189,7 @@ def _words(name: str) -> list[str]:
 
 
 def _count(text: str) -> tuple[str, int]:
-    for pattern in (r"(?P<n>\d+)\s*[x×*]\s+?(?P<name>.+)", r"(?P<n>\d+)\s*[×*]\s*(?P<name>.+)",
-                    r"(?P<name>.+?)\s*[x×*]\s*(?P<n>\d+)"):  # fmt: skip
+    for pattern in _COUNTED:
         match = re.fullmatch(pattern, text, re.IGNORECASE)
         if match:
             count = int(match["n"])
