@@ -11,10 +11,10 @@ from rich.markup import escape
 
 from moet.checkpoints import Checkpoint
 from moet.cli.progress import Bar
-from moet.cli.ui import emit_json, out, resolve_model, size
+from moet.cli.source import open_source
+from moet.cli.ui import emit_json, out, size
 from moet.pack import PackReport, write_pack
 from moet.quantize import QUANTIZERS
-from moet.settings import default_pack_path
 
 DEFAULT_QUANTIZER = "data-free"
 
@@ -22,7 +22,10 @@ DEFAULT_QUANTIZER = "data-free"
 def pack(
     model: Annotated[
         str,
-        typer.Argument(help="A checkpoint directory, or a hub name that is downloaded already."),
+        typer.Argument(
+            help="A checkpoint directory, a hub name that is downloaded already, or "
+            "hf://OWNER/NAME[@REVISION] to stream it from the hub."
+        ),
     ],
     output: Annotated[
         Path | None,
@@ -44,6 +47,14 @@ def pack(
             help="Also store FP4 rows that the checkpoint has: faster to read, 2.9 × the size.",
         ),
     ] = False,
+    keep_checkpoint: Annotated[
+        bool,
+        typer.Option(
+            "--keep-checkpoint",
+            help="With hf://: keep what is downloaded, in the Hugging Face cache. Else each shard "
+            "is deleted after use, and the disk needs room for the pack and one shard.",
+        ),
+    ] = False,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Threads, one expert in memory each. Default: cores.")
     ] = None,
@@ -57,9 +68,9 @@ def pack(
     under the name OUTPUT.partial.
 
         moet pack ./DeepSeek-R1-NVFP4 -o /nvme/r1.moet
+        moet pack hf://nvidia/DeepSeek-R1-NVFP4 -o /nvme/r1.moet
     """
-    with Checkpoint.open(resolve_model(model)) as checkpoint:
-        path = output or default_pack_path(checkpoint.name, checkpoint.identity)
+    with open_source(model, output, keep=keep_checkpoint) as (checkpoint, path):
         report = make_pack(
             checkpoint,
             path,

@@ -28,6 +28,7 @@ class Bar:
     def __init__(self, verb: str) -> None:
         self._verb = verb
         self._layers = self._done = 0
+        self._file = ""
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -59,7 +60,10 @@ class Bar:
             err.print(f"resuming: {work.layers_done} of {work.layers} layers are already written")
 
     def fetch(self, file: str, size: int) -> None:
-        pass
+        self._file = file
+        self._bar.update(self._task, description=self._label())
+        if not err.is_terminal:
+            err.print(f"{self._verb}: {file}")
 
     def advance(self, read: int, written: int) -> None:
         self._bar.advance(self._task, read)
@@ -71,4 +75,5 @@ class Bar:
             err.print(f"{self._verb}: layer {layer} done ({self._done} of {self._layers})")
 
     def _label(self) -> str:
-        return f"{self._verb} layer {min(self._done + 1, self._layers)}/{self._layers}"
+        layer = f"{self._verb} layer {min(self._done + 1, self._layers)}/{self._layers}"
+        return f"{layer} {self._file}".rstrip()
