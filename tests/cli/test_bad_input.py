@@ -51,9 +51,10 @@ def test_unknown_architecture(moet: Moet, tmp_path: Path) -> None:
     refused(moet("pack", model, "-o", tmp_path / "p"), "MysteryForCausalLM", "Qwen3MoeForCausalLM")
 
 
-def test_unknown_quantizer(moet: Moet, checkpoint: Path, tmp_path: Path) -> None:
-    ran = moet("pack", checkpoint, "-o", tmp_path / "p", "--quantizer", "magic")
-    refused(ran, "magic", "data-free")
+def test_a_level_without_its_calibration(moet: Moet, checkpoint: Path, tmp_path: Path) -> None:
+    ran = moet("pack", checkpoint, "-o", tmp_path / "p", "--level", "2")
+    refused(ran, "level 2 needs a calibration", "moet calibrate")
+    assert not (tmp_path / "p.partial").exists()
 
 
 def test_output_is_taken(moet: Moet, checkpoint: Path, tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ import typer
 from rich.markup import escape
 
 from moet import __version__
-from moet.cli import demo, inspect, pack, serve, verify
+from moet.cli import calibrate, demo, inspect, pack, serve, verify
+from moet.cli import map as static_map
 from moet.cli.ui import err
 from moet.errors import MoetError
 
@@ -23,6 +24,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("pack")(pack.pack)
+app.command("calibrate")(calibrate.calibrate)
+app.command("map")(static_map.make_map)
 app.command("inspect")(inspect.inspect)
 app.command("verify")(verify.verify)
 app.command("serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(

@@ -10,13 +10,13 @@ import typer
 from rich.markup import escape
 
 from moet.checkpoints import Checkpoint
+from moet.cli.engine import engine_options, engine_settings
+from moet.cli.levels import level_quantizer
 from moet.cli.progress import Bar
 from moet.cli.source import open_source
 from moet.cli.ui import emit_json, out, size
 from moet.pack import PackReport, write_pack
-from moet.quantize import QUANTIZERS
-
-DEFAULT_QUANTIZER = "data-free"
+from moet.quantize import BaseQuantizer, DataFreeQuantizer
 
 
 def pack(
@@ -33,9 +33,25 @@ def pack(
             "--output", "-o", help="The pack, a new directory. Default: under ~/.cache/moet/packs."
         ),
     ] = None,
-    quantizer: Annotated[
-        str, typer.Option(help=f"How codes and scales are chosen: {', '.join(QUANTIZERS)}.")
-    ] = DEFAULT_QUANTIZER,
+    level: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=3,
+            help="Effort: 0 from the weights alone; with a calibration 1 (scales), 2 (GPTQ) or 3 "
+            "(2 layer by layer on the quantized model, inside vLLM). Default: 2 with, 0 without.",
+        ),
+    ] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(help="What `moet calibrate` made of this model.")
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Level 3: a moet setting; repeatable."),
+    ] = None,
+    engine: Annotated[
+        str, typer.Option(metavar="JSON", help="Level 3: vLLM's engine arguments.")
+    ] = "{}",
     slices: Annotated[
         int | None,
         typer.Option(help="Largest tensor parallelism that can read the pack: 1, 2, 4 or 8."),
@@ -71,15 +87,25 @@ def pack(
         moet pack hf://nvidia/DeepSeek-R1-NVFP4 -o /nvme/r1.moet
     """
     with open_source(model, output, keep=keep_checkpoint) as (checkpoint, path):
-        report = make_pack(
+        if level is None:
+            level = 0 if calibration is None else 2
+        with level_quantizer(
+            level,
             checkpoint,
             path,
-            quantizer=quantizer,
-            slices=slices,
-            with_fp4=with_fp4,
-            workers=workers,
-            force=force,
-        )
+            calibration=calibration,
+            settings=engine_settings(option),
+            engine=engine_options(engine),
+        ) as quantizer:
+            report = make_pack(
+                checkpoint,
+                path,
+                quantizer=quantizer,
+                slices=slices,
+                with_fp4=with_fp4,
+                workers=workers,
+                force=force,
+            )
     if as_json:
         emit_json(asdict(report) | {"path": str(report.path)})
         return
@@ -95,18 +121,18 @@ def make_pack(
     checkpoint: Checkpoint,
     path: Path,
     *,
-    quantizer: str = DEFAULT_QUANTIZER,
+    quantizer: BaseQuantizer | None = None,
     slices: int | None = None,
     with_fp4: bool = False,
     workers: int | None = None,
     force: bool = False,
 ) -> PackReport:
-    """Writes a pack under a progress bar."""
+    """Writes a pack under a progress bar, at level 0 unless a quantizer is given."""
     with Bar("packing") as bar:
         return write_pack(
             checkpoint,
             path,
-            quantizer=QUANTIZERS[quantizer](),
+            quantizer=quantizer or DataFreeQuantizer(),
             slices=slices,
             with_fp4=with_fp4,
             workers=workers,

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from moet.checkpoints import Checkpoint
+from moet.cli.engine import assignment
 from moet.cli.pack import make_pack
 from moet.cli.ui import err, resolve_model
 from moet.errors import ConfigError
@@ -62,14 +63,14 @@ def serve(
         "precision": precision, "base_pool": base_pool, "fp4_pool": fp4_pool, "policy": policy
     }  # fmt: skip
     values: dict[str, Any] = {key: value for key, value in chosen.items() if value is not None}
-    values |= dict(_assignment(text) for text in option or [])
+    values |= dict(assignment(text) for text in option or [])
     rest = list(context.args)
     theirs = _take_additional_config(rest)
     values = {**theirs.get("moet", {}), **values}
     Settings.parse(values)
     _check_port(rest)
     path = resolve_model(model)
-    values["pack"] = str(_find_pack(path, pack or values.get("pack"), make=make))
+    values["pack"] = str(find_pack(path, pack or values.get("pack"), make=make))
     command = serve_command(str(path), values, theirs, rest)
     os.execve(command[0], command, serve_environment())
 
@@ -95,16 +96,6 @@ def serve_environment() -> dict[str, str]:
     plugins = named.split(",") if named else general
     environment["VLLM_PLUGINS"] = ",".join([*plugins, ENDPOINTS])
     return environment
-
-
-def _assignment(text: str) -> tuple[str, Any]:
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise ConfigError(f"--set {text}: no value.", "Write --set KEY=VALUE.")
-    try:
-        return key, json.loads(value)
-    except ValueError:
-        return key, value
 
 
 def _take_additional_config(arguments: list[str]) -> dict[str, Any]:
@@ -156,7 +147,7 @@ def _check_port(arguments: list[str]) -> None:
             ) from None
 
 
-def _find_pack(model: Path, pack: str | Path | None, *, make: bool) -> Path:
+def find_pack(model: Path, pack: str | Path | None, *, make: bool) -> Path:
     """The pack of `model`: the one given, the one in its place, or a new one."""
     with Checkpoint.open(model) as checkpoint:
         path = Path(pack) if pack else default_pack_path(checkpoint.name, checkpoint.identity)

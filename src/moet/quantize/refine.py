@@ -9,6 +9,7 @@ from moet.quantize.base import BLOCK
 from moet.quantize.rounding import Draft, nearest_levels, round_scale
 
 _RIDGE = 1e-3  # of the mean diagonal: pulls a scale that the data does not determine to what it was
+_TIE = 1 - 1e-4  # errors closer than this are taken for equal
 _CHUNK = 2**24  # elements of the normal matrices [rows, K / 32, K / 32] at once
 
 
@@ -71,6 +72,9 @@ def descend(draft: Draft, target: Tensor, hessian: Tensor) -> Draft:
         for j in range(BLOCK):
             best = current[j] * scale - slopes[j] / diagonal[b * BLOCK + j]
             level = nearest_levels(best, scale)
+            # A weight whose input is never used has no best sign; it keeps the one it has.
+            better = (best - level * scale).abs() < _TIE * (best - current[j] * scale).abs()
+            level = torch.where(better, level, current[j])
             change[j] = (level - current[j]) * scale
             current[j] = level
             slopes[j + 1 :] += inner[j, j + 1 :, None] * change[j]

@@ -1,0 +1,38 @@
+"""What commands that start vLLM themselves take: moet's settings and vLLM's engine arguments."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from moet.errors import ConfigError
+from moet.settings import Settings
+
+
+def assignment(text: str) -> tuple[str, Any]:
+    """Key and value of `--set KEY=VALUE`; the value is JSON, or else text."""
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"--set {text}: no value.", "Write --set KEY=VALUE.")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
+
+
+def engine_settings(option: list[str] | None) -> dict[str, Any]:
+    """moet's settings from `--set`, checked."""
+    values = dict(assignment(text) for text in option or [])
+    Settings.parse(values)
+    return values
+
+
+def engine_options(text: str) -> dict[str, Any]:
+    """vLLM's engine arguments from `--engine`."""
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--engine is not JSON: {error}.") from None
+    if not isinstance(values, dict):
+        raise ConfigError("--engine must be a JSON object.", 'Write \'{"dtype": "float32"}\'.')
+    return values

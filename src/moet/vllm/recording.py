@@ -1,0 +1,174 @@
+"""A worker's recorder: the runtime that notes down what passes, and the residual stream's power."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from moet.calibrate import CalibrationLayout, Metadata, SampleSink
+from moet.kernels import SwiGLU
+from moet.vllm.method import MoetMoEMethod, find_runtime, moet_methods
+from moet.vllm.quantized import quantized_runtime
+from moet.vllm.runtime import Runtime
+
+Note = Callable[[int, Tensor, Tensor, Tensor], None]
+"""layer, x [T, hidden], ids [T, k], weights [T, k]."""
+
+
+class WrappedRuntime(Runtime):
+    """Another runtime, seen through; what must be closed stays the inner one's."""
+
+    def __init__(self, inner: Runtime) -> None:
+        self.__dict__.update(inner.__dict__)
+        self.inner = inner
+
+
+class RecordingRuntime(WrappedRuntime):
+    """Another runtime, whose layers' inputs are noted down first."""
+
+    def __init__(self, inner: Runtime, note: Note) -> None:
+        super().__init__(inner)
+        self._note = note
+
+    def experts(
+        self,
+        layer: int,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        decode: NDArray[np.bool_],
+        activation: SwiGLU,
+    ) -> Tensor:
+        self._note(layer, x, topk_ids, topk_weights)
+        return self.inner.experts(layer, x, topk_ids, topk_weights, decode, activation)
+
+
+class PartialRuntime(WrappedRuntime):
+    """Layers before the one that is recorded as in the inner runtime, no experts from it on."""
+
+    def __init__(self, inner: Runtime, recorded: int, note: Note) -> None:
+        super().__init__(inner)
+        self._recorded, self._note = recorded, note
+
+    def experts(
+        self,
+        layer: int,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        decode: NDArray[np.bool_],
+        activation: SwiGLU,
+    ) -> Tensor:
+        if layer < self._recorded:
+            return self.inner.experts(layer, x, topk_ids, topk_weights, decode, activation)
+        if layer == self._recorded:
+            self._note(layer, x, topk_ids, topk_weights)
+        return torch.zeros_like(x)
+
+
+class Recorder:
+    """Records the samples of this rank's layers; tensor-parallel ranks see the same, so one does.
+
+    Attributes:
+        sink: where they go. methods: of the layers that record.
+    """
+
+    def __init__(self, sink: SampleSink, methods: list[MoetMoEMethod], writes: bool) -> None:
+        self.sink, self.methods, self._writes = sink, methods, writes
+        self._power: dict[int, tuple[float, int]] = {}
+
+    @classmethod
+    def of_model(cls, worker: Any, path: str, metadata: str) -> Recorder:
+        """Makes every layer of the worker's target model record from now on."""
+        layout = CalibrationLayout(Metadata.model_validate_json(metadata))
+        wanted = set(layout.metadata.layers)
+        methods = [m for m in moet_methods(worker.vllm_config) if m.layer in wanted]
+        inner = find_runtime(worker.vllm_config)
+        assert inner is not None, "the engine has loaded its weights"
+        recorder = cls(SampleSink(Path(path), layout), methods, methods[0].moe.tp_rank == 0)
+        runtime = RecordingRuntime(inner, recorder._note)
+        for method in methods:
+            method.runtime = runtime
+        if recorder._writes:
+            recorder._watch_stream(worker.model_runner.model)
+        return recorder
+
+    @classmethod
+    def of_quantized(
+        cls, worker: Any, layer: int, path: str, metadata: str, partial: str
+    ) -> Recorder:
+        """Makes one layer record, with the layers before it at 2 bits from an unfinished pack."""
+        layout = CalibrationLayout(Metadata.model_validate_json(metadata))
+        methods = moet_methods(worker.vllm_config)
+        old = find_runtime(worker.vllm_config)
+        assert old is not None, "the engine has loaded its weights"
+        if isinstance(old, WrappedRuntime):
+            old = old.inner
+        before = [m.layer for m in methods if m.layer < layer]
+        moe = methods[0].moe
+        inner = old
+        if before:
+            inner = quantized_runtime(
+                worker.vllm_config, Path(partial), before, old, moe.tp_rank, moe.tp_size
+            )
+        recorder = cls(SampleSink(Path(path), layout), methods, moe.tp_rank == 0)
+        runtime = PartialRuntime(inner, layer, recorder._note)
+        for method in methods:
+            method.runtime = runtime
+        return recorder
+
+    def seen(self, sync: bool) -> dict[str, Any]:
+        for layer, (total, tokens) in self._power.items():
+            self.sink.power(layer, total / tokens)
+        self._power = {}
+        if sync:
+            self.sink.sync()
+        return {"seen": dict(self.sink.seen), "broken": list(self.sink.broken)}
+
+    def _note(self, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> None:
+        if self._writes:
+            self.sink.add(layer, x, ids, weights)
+
+    def _watch_stream(self, model: nn.Module) -> None:
+        """Notes the power of the residual stream at each recorded layer's entry.
+
+        vLLM's decoder layers take the stream as `hidden_states` and `residual`, whose sum it is
+        (DeepSeek, Qwen, GLM and most others). A layer that does not leaves the power unknown.
+        """
+        for method in self.methods:
+            name = f"layers.{method.layer}"
+            for path, module in model.named_modules():
+                if path == name or path.endswith(f".{name}"):
+                    module.register_forward_pre_hook(
+                        self._stream_hook(method.layer), with_kwargs=True
+                    )
+
+    def _stream_hook(self, layer: int) -> Callable[..., None]:
+        hidden = self.sink.hidden
+
+        def hook(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+            parts = [
+                value
+                for value in (*arguments, *named.values())
+                if isinstance(value, Tensor)
+                and value.is_floating_point()
+                and value.shape[-1] == hidden
+            ]
+            if not parts:
+                return
+            stream = parts[0].double()
+            for part in parts[1:]:
+                stream = stream + part.double()
+            total, tokens = self._power.get(layer, (0.0, 0))
+            power = float(stream.square().sum())
+            if math.isfinite(power):
+                self._power[layer] = total + power, tokens + stream.shape[0]
+
+        return hook
