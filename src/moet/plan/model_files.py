@@ -16,12 +16,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-import httpx
 from huggingface_hub import HfApi, hf_hub_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
-    HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
     NotASafetensorsRepoError,
@@ -122,9 +120,12 @@ def _remote(name: str, revision: str | None, endpoint: str | None) -> ModelFiles
     api = HfApi(endpoint=endpoint)
 
     def header(file: str) -> list[TensorInfo]:
-        metadata = _asked(
-            name, lambda: api.parse_safetensors_file_metadata(name, file, revision=revision)
-        )
+        try:
+            metadata = _asked(
+                name, lambda: api.parse_safetensors_file_metadata(name, file, revision=revision)
+            )
+        except EntryNotFoundError:
+            raise CheckpointError(f"{name}: {file} is not on the hub.") from None
         found = []
         for tensor, info in metadata.tensors.items():
             if table is not None and table.get(tensor) != file:
@@ -195,7 +196,9 @@ def _asked(name: str, request: Callable[[], Any]) -> Any:
         raise
     except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
         raise CheckpointError(f"{name}: {error}") from None
-    except (HfHubHTTPError, httpx.HTTPError) as error:
+    except CheckpointError:
+        raise
+    except Exception as error:  # of the HTTP library, which differs by huggingface_hub's version
         raise CheckpointError(
             f"{name}: the hub did not answer as expected: {error}.", "Try again later."
         ) from None

@@ -111,8 +111,6 @@ class Recipe(BaseModel):
             else:
                 text = json.dumps(value) if isinstance(value, dict) else str(value)
                 found += [f"--{name}", text]
-        if self.revision is not None:
-            found += ["--revision", self.revision]
         return found
 
 
