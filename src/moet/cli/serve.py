@@ -18,6 +18,7 @@ from moet.cli.pack import make_pack
 from moet.cli.ui import err, resolve_model
 from moet.errors import ConfigError
 from moet.pack import Pack
+from moet.recipes import find_recipe
 from moet.settings import Settings, default_pack_path
 
 WORKER_EXTENSION = "moet.vllm.worker.MoetWorkerExtension"
@@ -28,7 +29,10 @@ def serve(
     context: typer.Context,
     model: Annotated[
         str,
-        typer.Argument(help="A checkpoint directory, or a hub name that is downloaded already."),
+        typer.Argument(
+            help="A checkpoint directory, a hub name that is downloaded already, or a recipe: "
+            "FILE.yaml, or the name of one that comes with moet."
+        ),
     ],
     pack: Annotated[
         Path | None,
@@ -55,9 +59,11 @@ def serve(
 ) -> None:
     """Serve MODEL over vLLM's OpenAI-compatible API.
 
-    Every option that is not listed here goes to `vllm serve` as it is:
+    Every option that is not listed here goes to `vllm serve` as it is. Options given here win over
+    those of a recipe.
 
         moet serve ./nano-moe --base-pool 25% --port 8001 --max-model-len 2048
+        moet serve deepseek-v4-flash-rtx-5090 --port 8001
     """
     chosen = {
         "precision": precision, "base_pool": base_pool, "fp4_pool": fp4_pool, "policy": policy
@@ -67,9 +73,14 @@ def serve(
     rest = list(context.args)
     theirs = _take_additional_config(rest)
     values = {**theirs.get("moet", {}), **values}
+    recipe = None if Path(model).is_dir() else find_recipe(model)
+    if recipe is not None:
+        model = recipe.model
+        values = {**recipe.moet, **values}
+        rest = [*recipe.vllm_arguments(), *rest]
     Settings.parse(values)
     _check_port(rest)
-    path = resolve_model(model)
+    path = resolve_model(model, recipe.revision if recipe else None)
     values["pack"] = str(find_pack(path, pack or values.get("pack"), make=make))
     command = serve_command(str(path), values, theirs, rest)
     os.execve(command[0], command, serve_environment())
@@ -119,12 +130,14 @@ def _take_additional_config(arguments: list[str]) -> dict[str, Any]:
 
 
 def _option(arguments: list[str], name: str) -> str | None:
+    """The value of an option, the last if it is given twice, as vLLM sees it."""
+    value = None
     for text, following in zip(arguments, [*arguments[1:], None], strict=True):
         if text == name:
-            return following
-        if text.startswith(f"{name}="):
-            return text.partition("=")[2]
-    return None
+            value = following
+        elif text.startswith(f"{name}="):
+            value = text.partition("=")[2]
+    return value
 
 
 def _check_port(arguments: list[str]) -> None:

@@ -30,15 +30,19 @@ def emit_json(content: Any) -> None:
     print(json.dumps(content, indent=1, sort_keys=True))
 
 
-def resolve_model(model: str) -> Path:
-    """The directory of a checkpoint: given as such, or by a hub name already downloaded."""
+def resolve_model(model: str, revision: str | None = None) -> Path:
+    """The directory of a checkpoint: given as such, or by a hub name already downloaded.
+
+    revision: of the hub's repository; a directory has only one.
+    """
     path = Path(model).expanduser()
     if path.is_dir():
         return path.resolve()
     try:
-        return Path(snapshot_download(model, local_files_only=True))
+        return Path(snapshot_download(model, revision=revision, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError):
+        which = f" --revision {revision}" if revision else ""
         raise CheckpointError(
             f"{model}: no such directory, and no downloaded model of that name.",
-            f"Download it first: hf download {model}",
+            f"Download it first: hf download {model}{which}",
         ) from None
