@@ -42,6 +42,7 @@ class Experts:
             precision,
             self.rows.factor[pick],
             {p: self.rows.layouts[p] for p in precision},
+            None if self.rows.bias is None else self.rows.bias[pick],
         )
 
     def exact(self, x: Tensor, ids: Tensor, weights: Tensor, activation: SwiGLU) -> Tensor:
@@ -60,10 +61,13 @@ class Experts:
             )
             for token, k in pairs:
                 g, u = gate @ x[token].double(), up @ x[token].double()
+                if self.rows.bias is not None:
+                    bias = torch.from_numpy(self.rows.bias[index]).double()
+                    g, u = g + bias[0], u + bias[1]
                 if activation.limit is not None:
                     g = g.clamp(max=activation.limit)
                     u = u.clamp(-activation.limit, activation.limit)
-                y = down @ (torch.nn.functional.silu(g) * u)
+                y = down @ (g * torch.sigmoid(activation.alpha * g) * (u + activation.beta))
                 out[token] += weights[token, k].double() * y
         return out
 
@@ -76,6 +80,7 @@ def make_experts(
     seed: int = 0,
     first: int = 0,
     stride: int = 1,
+    biased: bool = False,
 ) -> Experts:
     """Experts first, first + stride, … of the given precisions."""
     rng = np.random.default_rng(seed)
@@ -96,6 +101,7 @@ def make_experts(
         list(precisions),
         factors.astype(np.float32),
         layouts,
+        rng.standard_normal((count, 2, intermediate), np.float32) if biased else None,
     )
     return Experts(rows, memory, matrices)
 

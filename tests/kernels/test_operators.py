@@ -34,7 +34,8 @@ def error(out: torch.Tensor, exact: torch.Tensor) -> float:
     width=st.integers(1, 3).map(lambda n: 32 * n),
     slices=st.sampled_from((1, 2, 3)),
     tokens=st.integers(0, 9),
-    limit=st.sampled_from((None, 0.5)),
+    activation=st.sampled_from((SwiGLU(), SwiGLU(0.5), SwiGLU(0.7, 1.702, 1.0))),
+    biased=st.booleans(),
     dtype=st.sampled_from((torch.float32, torch.bfloat16)),
     seed=st.integers(0, 99),
 )
@@ -45,11 +46,14 @@ def test_close_to_exact(
     width: int,
     slices: int,
     tokens: int,
-    limit: float | None,
+    activation: SwiGLU,
+    biased: bool,
     dtype: torch.dtype,
     seed: int,
 ) -> None:
-    experts = make_experts(precisions, hidden, width * slices, slices, seed, first=3, stride=2)
+    experts = make_experts(
+        precisions, hidden, width * slices, slices, seed, first=3, stride=2, biased=biased
+    )
     known = experts.rows.experts.tolist()
     # Experts that are elsewhere, and the padding id.
     ids, weights = routing(tokens, [*known, -1, 0, 4, 1000], min(3, len(known)), seed)
@@ -57,8 +61,8 @@ def test_close_to_exact(
     x = torch.randn(tokens, hidden, generator=generator).to(dtype)
     start = torch.randn(tokens, hidden, generator=generator)
     out = start.clone()
-    make_operator(name).accumulate(x, ids, weights, experts.rows, SwiGLU(limit), out)
-    exact = start.double() + experts.exact(x, ids, weights, SwiGLU(limit))
+    make_operator(name).accumulate(x, ids, weights, experts.rows, activation, out)
+    exact = start.double() + experts.exact(x, ids, weights, activation)
     assert error(out, exact) < 5e-6
 
 

@@ -16,9 +16,15 @@ from moet.registry import Registry
 
 @dataclass(frozen=True)
 class SwiGLU:
-    """h = silu(gate) · up; with a limit, gate ≤ limit and |up| ≤ limit first (DeepSeek-V4)."""
+    """h = gate · sigmoid(alpha · gate) · (up + beta).
+
+    With a limit, gate ≤ limit and |up| ≤ limit first (DeepSeek-V4, gpt-oss). alpha and beta are
+    gpt-oss's (1.702 and 1); without them it is silu(gate) · up.
+    """
 
     limit: float | None = None
+    alpha: float = 1.0
+    beta: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,8 @@ class ExpertRows:
     precision: the precision of each row, [n].
     factor: float32 [n, 3], the factors of gate, up and down.
     layouts: the rank's layout (`RowLayout.local`) for every precision present.
+    bias: float32 [n, 2, intermediate], the rank's biases of gate and up; None where there are none.
+        Those of down are added by the caller.
     """
 
     experts: NDArray[np.int64]
@@ -37,6 +45,7 @@ class ExpertRows:
     precision: list[Precision]
     factor: NDArray[np.float32]
     layouts: Mapping[Precision, RowLayout]
+    bias: NDArray[np.float32] | None = None
 
 
 class ExpertsOperator(ABC):
@@ -44,9 +53,14 @@ class ExpertsOperator(ABC):
 
     Results are batch-invariant: a token's output bits depend on its own input, routing and rows
     only, never on the other tokens, on the waves, or on where rows lie.
+
+    Attributes:
+        name: the registry's. any_swiglu: whether it computes SwiGLU with alpha and beta, and
+            biases; an operator that does not must not be given any.
     """
 
     name: str
+    any_swiglu: bool = False
 
     @abstractmethod
     def accumulate(

@@ -19,6 +19,7 @@ class ReferenceExperts(ExpertsOperator):
     """What the operator means, written plainly; slow, and needs memory for a decoded expert."""
 
     name = "reference"
+    any_swiglu = True
 
     def accumulate(
         self,
@@ -34,17 +35,22 @@ class ReferenceExperts(ExpertsOperator):
             if not pairs:
                 continue
             gate, up, down = decoded(rows, index)
+            width = gate.shape[0]
+            bias = (
+                torch.zeros(2, width) if rows.bias is None else torch.from_numpy(rows.bias[index])
+            )
             for token, k in pairs:
-                hidden = gated(gate @ x[token].float(), up @ x[token].float(), activation)
+                at = x[token].float()
+                hidden = gated(gate @ at + bias[0], up @ at + bias[1], activation)
                 out[token] += topk_weights[token, k] * (down @ hidden)
 
 
 def gated(gate: Tensor, up: Tensor, activation: SwiGLU) -> Tensor:
-    """silu(gate) · up, clamped first where the activation has a limit."""
+    """gate · sigmoid(alpha · gate) · (up + beta), clamped first where there is a limit."""
     if activation.limit is not None:
         gate = gate.clamp(max=activation.limit)
         up = up.clamp(-activation.limit, activation.limit)
-    return torch.nn.functional.silu(gate) * up
+    return gate * torch.sigmoid(activation.alpha * gate) * (up + activation.beta)
 
 
 def decoded(rows: ExpertRows, index: int) -> tuple[Tensor, Tensor, Tensor]:

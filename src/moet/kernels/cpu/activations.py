@@ -95,14 +95,17 @@ def to_record(
 
 
 @njit  # type: ignore[untyped-decorator]
-def swiglu(gate: NDArray[np.float32], up: NDArray[np.float32], limit: float) -> None:
-    """gate = silu(gate) · up in place, [32]; gate ≤ limit and |up| ≤ limit first."""
+def swiglu(
+    gate: NDArray[np.float32], up: NDArray[np.float32], limit: float, alpha: float, beta: float
+) -> None:
+    """gate = gate · sigmoid(alpha · gate) · (up + beta) in place, [32]; gate ≤ limit and
+    |up| ≤ limit first."""
     top = np.float32(limit)
     for k in range(gate.size):
         g = top if gate[k] > top else gate[k]
         u = top if up[k] > top else up[k]
         u = -top if u < -top else u
-        gate[k] = g / (np.float32(1) + _exp(-g)) * u
+        gate[k] = g / (np.float32(1) + _exp(-np.float32(alpha) * g)) * (u + np.float32(beta))
 
 
 @njit  # type: ignore[untyped-decorator]

@@ -34,6 +34,9 @@ class Job(ctypes.Structure):
             "factor",  # * float32 [rows, 3]
             "layouts",  # * int64 [precisions, LAYOUT fields]
             "limit",  # the bits of SwiGLU's limit as float32; of infinity for none
+            "alpha",  # the bits of SwiGLU's alpha and beta as float32
+            "beta",
+            "bias",  # * float32 [rows, 2, intermediate] of gate and up, or 0
             "threads",
             "region",  # * GOMP_parallel, or 0
             "strip",  # * C function, see `compiled`

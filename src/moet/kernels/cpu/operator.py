@@ -39,6 +39,7 @@ class CpuExperts(ExpertsOperator):
     """
 
     name = "cpu"
+    any_swiglu = True
 
     def __init__(self, threads: int | None = None) -> None:
         self._job = Job(threads=threads or torch.get_num_threads(), region=parallel_region())
@@ -82,8 +83,10 @@ class CpuExperts(ExpertsOperator):
         job.hidden, job.intermediate = layout.hidden, layout.intermediate
         job.rows = count
         job.experts, job.address, job.factor = (_start(a) for a in (experts, address, factor))
-        limit = activation.limit
-        job.limit = struct.unpack("i", struct.pack("f", np.inf if limit is None else limit))[0]
+        job.limit = _bits(np.inf if activation.limit is None else activation.limit)
+        job.alpha, job.beta = _bits(activation.alpha), _bits(activation.beta)
+        bias = None if rows.bias is None else np.ascontiguousarray(rows.bias, np.float32)
+        job.bias = 0 if bias is None else _start(bias)
         self._reserve(job)
         code = compiled()
         job.strip, job.records_stage = code.strip, code.records_stage
@@ -119,6 +122,12 @@ class CpuExperts(ExpertsOperator):
             if name not in self._memory or self._memory[name].size < size:
                 self._memory[name] = np.empty(size, np.uint8)
                 setattr(job, name, _start(self._memory[name]))
+
+
+def _bits(value: float) -> int:
+    """A float32's bits, as the compiled code reads it out of the job."""
+    bits: int = struct.unpack("i", struct.pack("f", value))[0]
+    return bits
 
 
 def _start(array: NDArray[np.generic]) -> int:

@@ -103,6 +103,9 @@ def gate_up_stage(address: int) -> None:
     tokens = carray(pointer(job.pair_token), segments[-1, HIGH], np.int64)
     digits = carray(pointer(job.h_records), (job.pairs, groups, RECORD_BYTES), np.uint8)
     words = carray(pointer(job.h_records), (job.pairs, groups, RECORD_BYTES // 4), np.int32)
+    bias = carray(pointer(job.bias), (job.rows, 2, groups, TILE), np.float32)
+    limit, alpha = bits_float(np.int32(job.limit)), bits_float(np.int32(job.alpha))
+    beta = bits_float(np.int32(job.beta))
     acc = np.empty((6, TILE), np.float32)
     gate, up = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
     records = np.empty(3, np.int64)
@@ -137,7 +140,11 @@ def gate_up_stage(address: int) -> None:
                         place = _PLACES[precision, k]
                         gate[k] = acc[i, place] * gate_unit
                         up[k] = acc[count + i, place] * up_unit
-                    swiglu(gate, up, bits_float(np.int32(job.limit)))
+                    if job.bias != 0:
+                        for k in range(TILE):
+                            gate[k] += bias[row, 0, group, k]
+                            up[k] += bias[row, 1, group, k]
+                    swiglu(gate, up, limit, alpha, beta)
                     index = pair + i - job.first_pair
                     to_record(gate, order, digits[index, group], words[index, group])
                 pair += count
