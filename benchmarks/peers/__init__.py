@@ -1,0 +1,1 @@
+"""Other projects' MoE operators, each behind `Peer`, and what compares ours with them."""
