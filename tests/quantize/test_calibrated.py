@@ -314,12 +314,16 @@ def test_threads_get_the_same_bytes() -> None:
                 assert np.array_equal(a.scales, b.scales)
 
 
-def test_the_clamp_of_gate_and_up_reaches_the_down_projection() -> None:
+def test_the_activation_reaches_the_down_projection() -> None:
     """A clamp that cuts nearly everything changes what the down projection sees, so its base."""
     weights = make_expert()
+
+    def clamped(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.silu(gate.clamp(max=0.01)) * up.clamp(-0.01, 0.01)
+
     free, cut = (
-        QUANTIZERS["gptq"](Given(SAMPLES), limit=limit).quantize_expert(weights, 3, 0)
-        for limit in (None, 0.01)
+        QUANTIZERS["gptq"](Given(SAMPLES), activation=activation).quantize_expert(weights, 3, 0)
+        for activation in (None, clamped)
     )
     assert np.array_equal(free.gate.codes, cut.gate.codes)
     assert not np.array_equal(free.down.codes, cut.down.codes)

@@ -7,7 +7,7 @@ import pytest
 
 from moet.checkpoints.base import Geometry
 from moet.errors import ConfigError
-from moet.vllm.precision import fp4_experts
+from moet.vllm.precision import fp4_experts, named_map
 
 GEOMETRY = Geometry(
     architecture="DeepseekV3ForCausalLM",
@@ -48,6 +48,20 @@ def test_a_map_names_the_exceptions(tmp_path):
     assert chosen(path) == {1: [0, 3], 2: [], 3: []}
     path = write(tmp_path / "map.json", default="fp4", base={"2": [1]})
     assert chosen(path) == {1: [0, 1, 2, 3], 2: [0, 2, 3], 3: [0, 1, 2, 3]}
+
+
+def test_a_map_beside_the_pack_goes_by_its_name(tmp_path):
+    pack = tmp_path / "m.moet"
+    named_map(pack, "tenth").parent.mkdir()
+    write(named_map(pack, "tenth"), fp4={"1": [2]})
+    found = fp4_experts("tenth", GEOMETRY, MODEL, pack)
+    assert {layer: np.flatnonzero(mask).tolist() for layer, mask in found.items()} == {
+        1: [2],
+        2: [],
+        3: [0, 1, 2, 3],
+    }
+    with pytest.raises(ConfigError, match=r"'fifth' is neither base nor fp4, nor a map of this"):
+        fp4_experts("fifth", GEOMETRY, MODEL, pack)
 
 
 @pytest.mark.parametrize(

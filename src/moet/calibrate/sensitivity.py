@@ -83,9 +83,10 @@ def stream_power(calibration: Calibration, layer: int) -> float:
     Where the collection could not see the stream: of the layer's own inputs, which norms make
     alike in all layers.
     """
-    power = float(np.nanmean(calibration.array(layer, "stream_power")))
-    if np.isfinite(power) and power > 0:
-        return power
+    powers = calibration.array(layer, "stream_power")
+    seen = powers[np.isfinite(powers)]
+    if len(seen) and seen.mean() > 0:
+        return float(seen.mean())
     moment = calibration.array(layer, "second_moment")
     return float(np.trace(moment.astype(np.float64))) or 1.0
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from moet.calibrate import Calibration
 from moet.checkpoints import Checkpoint
 from moet.cli.ui import err
-from moet.errors import ConfigError
+from moet.errors import ConfigError, UnsupportedError
+from moet.kernels import SwiGLU
+from moet.kernels.reference import gated
 from moet.pack import Pack
 from moet.quantize import QUANTIZERS, BaseQuantizer, CalibratedQuantizer, SampleSource
 from moet.settings import default_pack_path
@@ -43,8 +46,7 @@ def level_quantizer(
             f"level {level} needs a calibration.",
             "Make one with `moet calibrate`, and name it with --calibration.",
         )
-    opened = Calibration.open(calibration)
-    opened.check_model(checkpoint)
+    opened = open_calibration(calibration, checkpoint)
     with ExitStack() as stack:
         samples: SampleSource = opened
         if level == 3:
@@ -60,9 +62,27 @@ def level_quantizer(
                     _pass_progress(opened.metadata.windows),
                 )
             )
-        made = quantizer(samples, limit=checkpoint.geometry.swiglu_limit)
+        made = quantizer(samples, activation=partial(gated, activation=swiglu_of(checkpoint)))
         yield made
     _say_bases(made)
+
+
+def open_calibration(path: Path, checkpoint: Checkpoint) -> Calibration:
+    """The calibration of `checkpoint` in `path`."""
+    if checkpoint.geometry.biases:
+        raise UnsupportedError(
+            f"{checkpoint.name}: calibration does not know experts with biases.",
+            "Pack it at level 0.",
+        )
+    opened = Calibration.open(path)
+    opened.check_model(checkpoint)
+    return opened
+
+
+def swiglu_of(checkpoint: Checkpoint) -> SwiGLU:
+    """The experts' activation."""
+    geometry = checkpoint.geometry
+    return SwiGLU(geometry.swiglu_limit, geometry.swiglu_alpha, geometry.swiglu_beta)
 
 
 def _with_pack(checkpoint: Checkpoint, out: Path, settings: dict[str, Any]) -> dict[str, Any]:

@@ -13,12 +13,14 @@ from rich.markup import escape
 from moet.calibrate import Calibration
 from moet.calibrate.sensitivity import Sensitivity, choose, measure
 from moet.checkpoints import Checkpoint
+from moet.cli.levels import open_calibration, swiglu_of
 from moet.cli.ui import err, out, resolve_model, size
 from moet.errors import ConfigError
-from moet.kernels import SwiGLU
 from moet.pack import Pack, PackRowSource
+from moet.pack.files import write_file
 from moet.residency.sizing import size_pool
 from moet.settings import default_pack_path
+from moet.vllm.precision import named_map
 
 
 def make_map(
@@ -27,7 +29,12 @@ def make_map(
         typer.Argument(help="A checkpoint directory, or a hub name that is downloaded already."),
     ],
     calibration: Annotated[Path, typer.Option(help="What `moet calibrate` made of this model.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The map, a new JSON file.")],
+    output: Annotated[
+        str,
+        typer.Option(
+            "--output", "-o", help="The map: a name, to keep it beside the pack, or a .json file."
+        ),
+    ],
     budget: Annotated[
         str,
         typer.Option(
@@ -50,30 +57,39 @@ def make_map(
     what counts is the error that reaches the model, so experts that are used much, and those that
     2 bits serve badly, come first. Serve with the map as the precision:
 
-        moet map ./DeepSeek-R1-NVFP4 --calibration r1.calibration --budget 12GiB -o r1.map.json
-        moet serve ./DeepSeek-R1-NVFP4 --precision r1.map.json
+        moet map ./DeepSeek-R1-NVFP4 --calibration r1.calibration --budget 12GiB -o twelve
+        moet serve ./DeepSeek-R1-NVFP4 --precision twelve
     """
-    if output.exists() and not force:
-        raise ConfigError(f"{output} exists already.", "Choose another name, or add --force.")
     if budget == "auto":
         raise ConfigError("--budget 'auto' is impossible.", "Give a share, bytes, or a number.")
     with Checkpoint.open(resolve_model(model)) as checkpoint:
-        opened = Calibration.open(calibration)
-        opened.check_model(checkpoint)
+        opened = open_calibration(calibration, checkpoint)
         made = Pack.open(pack or default_pack_path(checkpoint.name, checkpoint.identity))
+        path = map_file(output, made.path, force=force)
         count, row_bytes = experts_within(budget, opened, made)
         with PackRowSource(made, checkpoint) as source:
-            activation = SwiGLU(limit=checkpoint.geometry.swiglu_limit)
-            sensitivity = measure(opened, made, source, activation, _progress)
-        write_map(output, checkpoint.identity, sensitivity, count)
+            sensitivity = measure(opened, made, source, swiglu_of(checkpoint), _progress)
+        write_map(path, checkpoint.identity, sensitivity, count)
     total = sensitivity.error.size
     share = sum(sorted(sensitivity.error.reshape(-1), reverse=True)[:count])
     out.print(
-        f"[bold]{escape(str(output))}[/]: {count} of {total} experts at FP4, "
+        f"[bold]{escape(str(path))}[/]: {count} of {total} experts at FP4, "
         f"{size(count * row_bytes)} of rows, which cause "
         f"{share / math.fsum(sensitivity.error.reshape(-1)):.0%} of the base's error",
         soft_wrap=True,
     )
+
+
+def map_file(output: str, pack: Path, *, force: bool) -> Path:
+    """The file that `--output` stands for; raises ConfigError when it is in the way."""
+    path = Path(output)
+    if path.suffix != ".json":
+        if path.name != output or output in ("base", "fp4"):
+            raise ConfigError(f"{output!r} is no name for a map.", "Choose a name, or FILE.json.")
+        path = named_map(pack, output)
+    if path.exists() and not force:
+        raise ConfigError(f"{path} exists already.", "Choose another name, or add --force.")
+    return path
 
 
 def experts_within(budget: str, calibration: Calibration, pack: Pack) -> tuple[int, int]:
@@ -88,7 +104,8 @@ def write_map(path: Path, identity: str, sensitivity: Sensitivity, count: int) -
     """Writes the file that the setting `precision` takes (`vllm.precision.PrecisionMap`)."""
     chosen = {str(layer): experts for layer, experts in choose(sensitivity, count).items()}
     content = {"model": identity, "default": "base", "fp4": chosen}
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    path.parent.mkdir(exist_ok=True)
+    write_file(path, (json.dumps(content, indent=1) + "\n").encode())
 
 
 def _progress(done: int, total: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
@@ -35,12 +35,17 @@ from moet.quantize.samples import LayerSamples, SampleSource
 
 _LAYERS_KEPT = 2
 
+Activation = Callable[[Tensor, Tensor], Tensor]
+"""gate, up [tokens, intermediate] → the down projection's input."""
+
 
 class CalibratedQuantizer(BaseQuantizer):
     """What levels 1 to 3 share: an expert's moments, and the way back to level 0.
 
     Args:
-        samples: what the layers saw. limit: the clamp of gate and up (`Geometry.swiglu_limit`).
+        samples: what the layers saw.
+        activation: of gate's and up's outputs, what the down projection multiplies; default:
+            silu(gate) · up.
         device: where to compute; default: the GPU where there is one, else the CPU.
 
     Of an expert that saw tokens the moments are mostly its own, of one that saw few or none the
@@ -54,12 +59,12 @@ class CalibratedQuantizer(BaseQuantizer):
         self,
         samples: SampleSource,
         *,
-        limit: float | None = None,
+        activation: Activation | None = None,
         device: torch.device | None = None,
     ) -> None:
         self.calibration = samples.digest
         self.bases: Counter[str] = Counter()
-        self._samples, self._limit = samples, limit
+        self._samples, self._activation = samples, activation or _swiglu
         self._device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._data_free = DataFreeQuantizer()
         self._lock = threading.Lock()
@@ -92,7 +97,7 @@ class CalibratedQuantizer(BaseQuantizer):
         ours = exact if q is None else gate_up.values()
 
         def inner(rows: Tensor, by: Tensor) -> Tensor:
-            return _swiglu(rows @ by.T, self._limit)
+            return self._activation(*(rows @ by.T).chunk(2, 1))
 
         y, y_quantized = self._rows(samples, extra)
         down_prior = sums(
@@ -194,10 +199,7 @@ class SequentialQuantizer(GptqQuantizer):
     sweeps = 2
 
 
-def _swiglu(gate_up: Tensor, limit: float | None) -> Tensor:
-    gate, up = gate_up.chunk(2, 1)
-    if limit is not None:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
 

@@ -50,7 +50,7 @@ def build_runtime(vllm_config: Any, layers: Sequence[int], tp_rank: int, tp_size
             direct_io=settings.direct_io,
             verify=settings.verify == "read",
         )
-        fp4 = fp4_experts(settings.precision, geometry, checkpoint.identity)
+        fp4 = fp4_experts(settings.precision, geometry, checkpoint.identity, pack.path)
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method == "mtp":
         layers = [*layers, *geometry.mtp_layers]

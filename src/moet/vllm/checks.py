@@ -67,7 +67,7 @@ def check_engine(vllm_config: VllmConfig) -> None:
     if (path := Path(vllm_config.model_config.model)).is_dir():
         with Checkpoint.open(path) as checkpoint:
             pack = open_pack(settings, checkpoint)
-            fp4_experts(settings.precision, checkpoint.geometry, checkpoint.identity)
+            fp4_experts(settings.precision, checkpoint.geometry, checkpoint.identity, pack.path)
         for layer in pack.layers.values():
             layer.layout.base.local(vllm_config.parallel_config.tensor_parallel_size)
     _avoid_wrong_rotary(vllm_config)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,6 @@ from moet.errors import CalibrationError
 from moet.vllm import __file__ as _LIGHT_MODULE
 
 EXTENSION = "moet.vllm.calibration.CalibrationExtension"
-_SYNC_SECONDS = 10.0  # of work that a kill may cost
 
 
 @contextmanager
@@ -104,11 +102,7 @@ def collect(
         raise CalibrationError(f"vLLM did not make layer {missing[0]}, which the model has.")
     arguments = (str(writer.partial.resolve()), metadata.model_dump_json())
     llm.collective_rpc("moet_record", args=arguments)
-    synced = time.monotonic()
     for index in range(writer.done, metadata.windows):
-        sync = time.monotonic() - synced > _SYNC_SECONDS or index + 1 == metadata.windows
-        run_window(llm, windows, index, metadata.layers, sync)
-        if sync:
-            writer.record(index + 1)
-            synced = time.monotonic()
+        run_window(llm, windows, index, metadata.layers, sync=True)
+        writer.record(index + 1)
         progress(index + 1)

@@ -33,18 +33,29 @@ class PrecisionMap(BaseModel):
     base: dict[str, Experts] = Field(default_factory=dict)
 
 
-def fp4_experts(setting: str, geometry: Geometry, identity: str) -> Mapping[int, NDArray[np.bool_]]:
+def named_map(pack: Path, name: str) -> Path:
+    """Where the map of that name for a pack is kept: beside it."""
+    return pack.with_name(f"{pack.name}.maps") / f"{name}.json"
+
+
+def fp4_experts(
+    setting: str, geometry: Geometry, identity: str, pack: Path | None = None
+) -> Mapping[int, NDArray[np.bool_]]:
     """True for the experts that run at FP4: layer → bool [num_experts].
 
     Args:
-        setting: `Settings.precision`: "base", "fp4", or the path of a map file.
+        setting: `Settings.precision`: "base", "fp4", the name of a map that is kept beside the
+            pack, or the path of a map file.
         identity: of the checkpoint, which a map must be made for.
+        pack: the pack's directory; without it maps have no names.
 
     Raises ConfigError naming the file and the key.
     """
     if setting in ("base", "fp4"):
         return _fill(geometry, "fp4" if setting == "fp4" else "base")
     path = Path(setting)
+    if pack is not None and path.name == setting and named_map(pack, setting).exists():
+        path = named_map(pack, setting)
     content = _read(path)
     if content.model != identity:
         raise ConfigError(
@@ -89,9 +100,9 @@ def _read(path: Path) -> PrecisionMap:
         return PrecisionMap.model_validate(json.loads(path.read_text()))
     except OSError as error:
         raise ConfigError(
-            f"precision {str(path)!r} is neither base nor fp4, and is no file that can be read "
-            f"({error.strerror}).",
-            "Set precision to base, fp4, or the path of a map file.",
+            f"precision {str(path)!r} is neither base nor fp4, nor a map of this pack, and is no "
+            f"file that can be read ({error.strerror}).",
+            "Set precision to base, fp4, or a map that `moet map` made: its name or its path.",
         ) from None
     except ValidationError as error:
         first = error.errors()[0]
