@@ -176,7 +176,14 @@ def _windows(
     row = token_bytes(
         geometry.hidden, geometry.top_k, len(geometry.moe_layers) - len(geometry.mtp_layers)
     )
-    count = size_pool(budget, name="--budget", rows=count, row_bytes=row).slots
+    affordable = size_pool(budget, name="--budget", rows=count, row_bytes=row).slots
+    if affordable < min(window, count):
+        raise CalibrationError(
+            f"--budget {budget} holds {affordable:,} tokens of {size(row)} each, less than a "
+            f"window of {window:,}.",
+            "Raise it, or make the window shorter.",
+        )
+    count = affordable
     if tokens is not None:
         stream, path = read_tokens(tokens, int(checkpoint.config["vocab_size"])), tokens
     else:

@@ -91,12 +91,15 @@ class Recorder:
         wanted = set(layout.metadata.layers)
         methods = [m for m in moet_methods(worker.vllm_config) if m.layer in wanted]
         inner = find_runtime(worker.vllm_config)
-        assert inner is not None, "the engine has loaded its weights"
-        recorder = cls(SampleSink(Path(path), layout), methods, methods[0].moe.tp_rank == 0)
+        writes = inner is not None and methods[0].moe.tp_rank == 0
+        recorder = cls(SampleSink(Path(path), layout), methods, writes)
+        if inner is None:
+            return recorder  # a pipeline's rank without routed experts
+        inner = inner.inner if isinstance(inner, WrappedRuntime) else inner
         runtime = RecordingRuntime(inner, recorder._note)
         for method in methods:
             method.runtime = runtime
-        if recorder._writes:
+        if writes:
             recorder._watch_stream(worker.model_runner.model)
         return recorder
 
@@ -108,7 +111,8 @@ class Recorder:
         layout = CalibrationLayout(Metadata.model_validate_json(metadata))
         methods = moet_methods(worker.vllm_config)
         old = find_runtime(worker.vllm_config)
-        assert old is not None, "the engine has loaded its weights"
+        if old is None:
+            return cls(SampleSink(Path(path), layout), methods, False)
         if isinstance(old, WrappedRuntime):
             old = old.inner
         before = [m.layer for m in methods if m.layer < layer]
