@@ -46,6 +46,7 @@ def _head(summary: PackSummary) -> Table:
     rows = [
         ("model", escape(f"{summary.model}{revision} ({summary.architecture})")),
         ("quantizer", f"{summary.quantizer} (level {summary.level}), by {summary.writer}"),
+        ("calibration", summary.calibration or "none"),
         (
             "experts",
             f"{summary.experts:,} of {summary.hidden} × {summary.intermediate} in "

@@ -41,8 +41,9 @@ class LayerSummary:
 class PackSummary:
     """A pack; sizes in bytes, of all routed experts.
 
-    weights: of all routed experts. bf16_bytes: what they would take at two bytes each.
-    pack_bytes: of the layer files. statistics: of all weights together.
+    calibration: digest of the one that the quantizer used. weights: of all routed experts.
+    bf16_bytes: what they would take at two bytes each. pack_bytes: of the layer files. statistics:
+    of all weights together.
     """
 
     path: str
@@ -54,6 +55,7 @@ class PackSummary:
     architecture: str
     quantizer: str
     level: int
+    calibration: str | None
     slices: int
     hidden: int
     intermediate: int
@@ -89,6 +91,7 @@ def inspect_pack(path: str | Path) -> PackSummary:
         architecture=geometry.architecture,
         quantizer=manifest.quantizer.name,
         level=manifest.quantizer.level,
+        calibration=manifest.quantizer.calibration,
         slices=manifest.format.slices,
         hidden=geometry.hidden,
         intermediate=geometry.intermediate,
