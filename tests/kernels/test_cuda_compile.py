@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from moet.kernels.cuda.compiler import (
-    ARCHITECTURES,
-    KernelCompileError,
-    compile_cubin,
-    compile_text,
-)
+from moet.errors import UnsupportedError
+from moet.kernels.cuda.compiler import KernelCompileError, compile_cubin, compile_text
+from moet.kernels.cuda.target import CAPABILITIES, Target
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and nvidia-cuda-nvrtc")
 
@@ -20,14 +17,26 @@ SHAPES = {
 DECODE = {"MAX_TOKENS": 16, "WARPS": 16, "OUT_BF16": 0}
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_decode_compiles(architecture: str) -> None:
-    source = "decode_sm90.cu" if architecture == "90a" else "decode.cu"
-    assert compile_cubin(source, architecture, SHAPES["Qwen3-30B-A3B"] | DECODE)[:4] == b"\x7fELF"
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("fp8_activations", [0, 1])
+def test_decode_compiles(capability: tuple[int, int], fp8_activations: int) -> None:
+    target = Target.of(*capability)
+    if fp8_activations and target.decode != "decode_fp8.cu":
+        pytest.skip("decodes in BF16 only")
+    shape = SHAPES["Qwen3-30B-A3B"] | DECODE | {"FP8_ACTIVATIONS": fp8_activations}
+    cubin = compile_cubin(target.decode, target.architecture, shape | target.defines())
+    assert cubin[:4] == b"\x7fELF"
 
 
 def test_another_shape_compiles() -> None:
-    assert compile_cubin("decode_sm90.cu", "90a", SHAPES["DeepSeek-V4-Flash"] | DECODE)
+    target = Target.of(9, 0)
+    shape = SHAPES["DeepSeek-V4-Flash"] | DECODE | {"FP8_ACTIVATIONS": 0}
+    assert compile_cubin(target.decode, target.architecture, shape | target.defines())
+
+
+def test_older_gpus_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"7\.5"):
+        Target.of(7, 5)
 
 
 def test_an_error_carries_the_compilers_log() -> None:

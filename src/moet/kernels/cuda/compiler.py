@@ -11,9 +11,6 @@ from typing import Any
 
 from moet.errors import ConfigError, MoetError
 
-ARCHITECTURES = ("80", "86", "89", "90", "90a", "100", "120")
-"""What the sources compile for, as in `sm_90`; those named `…_sm90.cu` for `90a` alone."""
-
 
 class KernelCompileError(MoetError):
     """NVRTC refused a source: a bug, or an NVRTC too old for this GPU."""

@@ -2,8 +2,9 @@
 //
 // A producer warp streams the rows' tiles through a ring of shared-memory stages; the consumer
 // warps decode words in registers, straight into tensor-core fragments. Every warp takes each
-// WARPS-th k block of a row group, and the warps' sums are added in a fixed order. The blocks meet
-// twice: before the down matrices (whose tiles are already under way), and before the weighted sum.
+// WARPS-th k block of a row group, and the warps' sums are added in a fixed order. A block waits for
+// others' results before an expert's down matrix (whose tiles are already under way), and for the
+// weighted sum.
 //
 // Compile-time: HIDDEN, INTER, SLICES, EXPERTS, TOPK, MAX_TOKENS, WARPS, OUT_BF16.
 #include "weights.cuh"
@@ -12,18 +13,21 @@ constexpr int kDownRows = 32;
 constexpr int kHelperWarps = 1;  // the producer
 __host__ __device__ constexpr int tokens_per_pass(int) { return 8; }
 
-#include "meeting.cuh"
+#include "exchange.cuh"
 #include "producer.cuh"
 
 struct Shared {
   Plan plan;
   float partial[2][WARPS][2][64];
+  u32 launch;
   u64 full[32];
   u64 empty[32];
 };
 
 struct Consumer {
   Shared& shared;
+  const Exchange& exchange;
+  const float* factors;  // [EXPERTS][3]
   Ring ring;
   int warp, lane, g, t;
   u32 sequence = 0;  // reductions done: parity chooses the partial buffer, value the adding warp
@@ -38,8 +42,8 @@ struct Consumer {
     uint4 next;
     if (warp < kBlocks) next = *reinterpret_cast<const uint4*>(activations + warp * 32);
     for (int first = 0; first < kBlocks; first += kStageBlocks) {
-      barrier_wait(ring.full + ring.stage * 8, ring.parity);
-      const u32 codes = ring.here(), scales = codes + F::kScaleOffset;
+      barrier_wait(ring.full, ring.parity);
+      const u32 codes = ring.here, scales = codes + F::kScaleOffset;
 #pragma unroll
       for (int i = 0; i < (kStageBlocks + WARPS - 1) / WARPS; i++) {
         const int local = i * WARPS + warp, block = first + local;
@@ -54,7 +58,7 @@ struct Consumer {
         }
       }
       __syncwarp();
-      if (lane == 0) barrier_arrive(ring.empty + ring.stage * 8);
+      if (lane == 0) barrier_arrive(ring.empty);
       ring.advance();
     }
   }
@@ -91,77 +95,89 @@ struct Consumer {
 
   // One unit for one pass of tokens.
   template <int P, bool DOWN>
-  __device__ void unit(int rank, int index, int first, const u16* x, u16* h, float* partial,
+  __device__ void unit(int rank, int index, int first, int columns, const u16* x, u16* h,
                        float limit) {
     const Plan& plan = shared.plan;
-    const int columns = min(plan.count[rank] - first, tokens_per_pass(P));
     const int pair = plan.pair[rank][first + min(g, columns - 1)];
     const u16* row = DOWN ? h + u64(pair) * INTER : x + u64(pair / TOPK) * HIDDEN;
     float acc[DOWN ? 1 : 2][2][4] = {};
     accumulate<P, DOWN>(row + t * 8, acc);
-    const float* factor = plan.factor[rank];
+    const float* factor = factors + plan.expert[rank] * 3;
     reduce<DOWN ? 1 : 2>(acc, columns, [&](int column, const float* sum) {
       const u64 to = plan.pair[rank][first + column];
       const float power = Format<P>::kFactor;
-      if constexpr (DOWN)
-        partial[to * HIDDEN + index * 32 + lane] = sum[0] * factor[2] * power;
-      else
+      if constexpr (DOWN) {
+        put(exchange.partial + to * HIDDEN + index * 32 + lane,
+            __float_as_uint(sum[0] * factor[2] * power), exchange.launch);
+      } else {
         h[to * INTER + index * 32 + lane] =
             swiglu(sum[0] * factor[0] * power, sum[1] * factor[1] * power, limit);
+        __threadfence();
+        __syncwarp();
+        if (lane == 0) put(exchange.largest + to * kInterBlocks + index, 0, exchange.launch);
+      }
     });
   }
 
-  template <bool DOWN>
-  __device__ void phase(const u16* x, u16* h, float* partial, float limit) {
-    const Plan& plan = shared.plan;
-    for (int rank = 0; rank < plan.ranks; rank++) {
-      const int precision = plan.precision[rank], tokens = plan.count[rank];
-      const int end = plan.range[DOWN][rank][1];
-      for (int run = plan.range[DOWN][rank][0]; run < end; run += kPassUnits)
-        for (int first = 0; first < tokens; first += tokens_per_pass(precision))
-          for (int index = run; index < min(run + kPassUnits, end); index++) {
-            if (precision == BASE) unit<BASE, DOWN>(rank, index, first, x, h, partial, limit);
-            else if (precision == MXFP4) unit<MXFP4, DOWN>(rank, index, first, x, h, partial, limit);
-            else unit<NVFP4, DOWN>(rank, index, first, x, h, partial, limit);
-          }
+  // Until all of h is there for the tokens of a pass. By one warp.
+  __device__ void await(int rank, int first, int columns) {
+    for (int column = 0; column < columns; column++) {
+      const Word* from = exchange.largest + shared.plan.pair[rank][first + column] * kInterBlocks;
+      for (int i = lane; i < kInterBlocks; i += 32)
+        while (get(from + i).launch != exchange.launch) {
+        }
     }
+    __threadfence();
+  }
+
+  template <bool DOWN>
+  __device__ void phase(const u16* x, u16* h, float limit) {
+    each_pass(shared.plan, DOWN, [&](int rank, int begin, int end, int first, int columns) {
+      const int precision = shared.plan.precision[rank];
+      if (DOWN) {
+        if (warp == 0) await(rank, first, columns);
+        named_barrier(1, kConsumers);
+      }
+      for (int i = begin; i < end; i++)
+        if (precision == BASE) unit<BASE, DOWN>(rank, i, first, columns, x, h, limit);
+        else if (precision == MXFP4) unit<MXFP4, DOWN>(rank, i, first, columns, x, h, limit);
+        else unit<NVFP4, DOWN>(rank, i, first, columns, x, h, limit);
+    });
   }
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 decode_experts(const u16* x, const int* topk_ids, const float* topk_weights, const u64* address,
-               const u8* precision, const float* factor, u16* h, float* partial, void* out,
-               u64* counter, int tokens, int stages, float limit, int add) {
+               const u8* precision, const float* factor, u16* h, Word* done, Word* partial,
+               void* out, u64* arrivals, int tokens, int stages, float limit, int add) {
   extern __shared__ __align__(128) u8 buffer[];
   __shared__ Shared shared;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  Ring ring{u32(stages), shared_address(shared.full), shared_address(shared.empty),
-            shared_address(buffer)};
-  if (threadIdx.x < stages) {
+  const Ring ring(stages, shared_address(shared.full), shared_address(shared.empty),
+                  shared_address(buffer));
+  const Launches launches{arrivals};
+  if (warp == 0) {
+    make_plan(shared.plan, topk_ids, tokens, address, precision);
+  } else if (warp == WARPS) {
+    if (lane < stages) {
+      barrier_init(ring.full + lane * 8, kFullArrivals);
+      barrier_init(ring.empty + lane * 8, WARPS);
 #if __CUDA_ARCH__ >= 900
-    barrier_init(ring.full + threadIdx.x * 8, 1);
-#else
-    barrier_init(ring.full + threadIdx.x * 8, 32);
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");  // for the copy engine
 #endif
-    barrier_init(ring.empty + threadIdx.x * 8, WARPS);
-#if __CUDA_ARCH__ >= 900
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");  // for the copy engine
-#endif
+    }
+    if (lane == 0) shared.launch = launches.number();
   }
-  const Meeting meeting(counter);  // before any thread of this block can have arrived
-  make_plan(shared.plan, topk_ids, tokens, address, precision, factor);
+  __syncthreads();
+  const Exchange exchange{nullptr, done, partial, shared.launch};
   if (warp == WARPS) {
     produce(shared.plan, ring, lane);
+    exchange.forget(shared.plan, tokens * TOPK, lane);
+    if (lane == 0) launches.arrive();
     return;
   }
-  Consumer consumer{shared, ring, warp, lane, lane / 4, lane % 4};
-  consumer.phase<false>(x, h, partial, limit);
-  named_barrier(1, kConsumers);
-  if (threadIdx.x == 0) meeting.arrive();
-  meeting.wait(1);
-  consumer.phase<true>(x, h, partial, limit);
-  named_barrier(1, kConsumers);
-  if (threadIdx.x == 0) meeting.arrive();
-  meeting.wait(2);
-  weighted_sum(shared.plan, topk_weights, partial, out, tokens, add);
+  Consumer consumer{shared, exchange, factor, ring, warp, lane, lane / 4, lane % 4};
+  consumer.phase<false>(x, h, limit);
+  consumer.phase<true>(x, h, limit);
+  weighted_sum(shared.plan, exchange, topk_weights, out, tokens, add);
 }

@@ -11,6 +11,12 @@ __device__ __forceinline__ u32 shared_address(const void* p) {
   return static_cast<u32>(__cvta_generic_to_shared(p));
 }
 
+// The same value, which the compiler keeps rather than works out again at each use.
+__device__ __forceinline__ u32 kept(u32 v) {
+  asm volatile("" : "+r"(v));
+  return v;
+}
+
 // ---- mbarrier: one phase a stage of the ring; `parity` is the phase's lowest bit ----
 
 __device__ __forceinline__ void barrier_init(u32 bar, u32 count) {
@@ -95,9 +101,9 @@ __device__ __forceinline__ u32 load_shared1(u32 at) {
   return v;
 }
 
-__device__ __forceinline__ u64 load_acquire(const u64* p) {
+__device__ __forceinline__ u64 load_relaxed(const u64* p) {
   u64 v;
-  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
   return v;
 }
 

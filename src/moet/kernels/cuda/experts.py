@@ -14,6 +14,7 @@ from moet.formats.layout import Precision, RowLayout
 from moet.kernels.base import SwiGLU
 from moet.kernels.cuda.compiler import cached_cubin
 from moet.kernels.cuda.launch import Kernel
+from moet.kernels.cuda.target import Target
 
 PRECISION_CODES = {Precision.BASE: 0, Precision.MXFP4: 1, Precision.NVFP4: 2}
 """Values of the precision table; `enum Precision` of weights.cuh."""
@@ -21,7 +22,6 @@ PRECISION_CODES = {Precision.BASE: 0, Precision.MXFP4: 1, Precision.NVFP4: 2}
 DECODE_TOKENS = 16
 _WARPS = 16
 _STAGE_BYTES = 18 * 1024
-_STATIC_SHARED = 32 * 1024  # of a decode kernel at most: the plan and the partial sums
 
 
 @dataclass(frozen=True)
@@ -60,40 +60,60 @@ class CudaExperts:
     """
 
     def __init__(
-        self, shape: ExpertsShape, device: torch.device, out_dtype: torch.dtype = torch.float32
+        self,
+        shape: ExpertsShape,
+        device: torch.device,
+        out_dtype: torch.dtype = torch.float32,
+        fp8_activations: bool = False,
     ) -> None:
         if out_dtype not in (torch.float32, torch.bfloat16):
             raise ConfigError(f"the experts' output can be float32 or bfloat16, not {out_dtype}.")
         self.shape = shape
         self.device = device
         self.out_dtype = out_dtype
+        self._fp8_activations = fp8_activations
         with torch.cuda.device(device):
-            properties = torch.cuda.get_device_properties(device)
+            properties: Any = torch.cuda.get_device_properties(device)
             self._blocks = properties.multi_processor_count
-            self._decode = self._decode_kernel(properties)
+            self._target = Target.of(properties.major, properties.minor)
+            self._in_fp8 = self._target.decode == "decode_fp8.cu"
+            self._decode = self._decode_kernel(properties.shared_memory_per_block_optin)
             pairs = DECODE_TOKENS * shape.top_k
-            self._h = torch.empty(pairs, shape.intermediate, dtype=torch.bfloat16, device=device)
-            self._partial = torch.empty(pairs, shape.hidden, device=device)
-            self._counter = torch.zeros(1, dtype=torch.int64, device=device)
+            # 64-bit words of a value and the launch's number; h in BF16 is plain.
+            h_bytes = 4 if self._in_fp8 else 2
+            words: dict[str, Any] = {"dtype": torch.int64, "device": device}
+            self._workspace = [
+                torch.zeros(pairs, shape.intermediate * h_bytes, dtype=torch.uint8, device=device),
+                torch.zeros(pairs, shape.intermediate // 32, **words),
+                torch.zeros(pairs, shape.hidden, **words),
+            ]
+            self._arrivals = torch.zeros(1, **words)
 
-    def _decode_kernel(self, properties: Any) -> Kernel:
+    def _decode_kernel(self, shared_memory: int) -> Kernel:
         """The kernel for this GPU, with as many ring stages as shared memory holds."""
-        hopper = (properties.major, properties.minor) == (9, 0)
-        # Hopper keeps eight columns of activations in shared memory, and a k block of zeros.
-        widest = max(self.shape.hidden, self.shape.intermediate)
-        activations = 8 * (widest + 32) if hopper else 0
-        room = properties.shared_memory_per_block_optin - _STATIC_SHARED - activations
-        self._stages = min(room // _STAGE_BYTES, 32)
-        defines = self.shape.defines() | {
+        defines = self.shape.defines() | self._target.defines() | {
             "MAX_TOKENS": DECODE_TOKENS, "WARPS": _WARPS,
             "OUT_BF16": int(self.out_dtype is torch.bfloat16),
         }  # fmt: skip
-        self._threads = (_WARPS + (2 if hopper else 1)) * 32
-        if hopper:
-            cubin = cached_cubin("decode_sm90.cu", "90a", defines)
-        else:
-            cubin = cached_cubin("decode.cu", f"{properties.major}{properties.minor}", defines)
-        return Kernel(cubin, "decode_experts", self._stages * _STAGE_BYTES + activations)
+        columns = 0
+        helpers = 1
+        if self._in_fp8:
+            defines["FP8_ACTIVATIONS"] = int(self._fp8_activations)
+            # Two sides of eight columns, each with a k block of zeros.
+            columns = 2 * (8 * max(self.shape.hidden, self.shape.intermediate) + 256)
+            helpers = 4
+        self._threads = (_WARPS + helpers) * 32
+        kernel = Kernel(
+            cached_cubin(self._target.decode, self._target.architecture, defines), "decode_experts"
+        )
+        self._stages = min((shared_memory - kernel.static_shared - columns) // _STAGE_BYTES, 32)
+        if self._stages < 1:
+            raise UnsupportedError(
+                f"a hidden size of {self.shape.hidden} needs more shared memory than this GPU's "
+                f"{shared_memory} bytes a block."
+            )
+        kernel.reserve_shared(self._stages * _STAGE_BYTES + columns)
+        return kernel
 
     def forward(
         self,
@@ -123,7 +143,7 @@ class CudaExperts:
             self._decode.launch(
                 (self._blocks, 1), self._threads, stream,
                 [x[part], topk_ids[part], topk_weights[part], address_table, precision_table,
-                 factor_table, self._h, self._partial, out[part], self._counter,
+                 factor_table, *self._workspace, out[part], self._arrivals,
                  len(x[part]), self._stages, limit, int(accumulate)],
                 cooperative=True,
             )  # fmt: skip

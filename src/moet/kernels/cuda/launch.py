@@ -24,16 +24,26 @@ class Kernel:
         shared_bytes: dynamic shared memory of a block.
     """
 
-    def __init__(self, cubin: bytes, name: str, shared_bytes: int) -> None:
+    def __init__(self, cubin: bytes, name: str, shared_bytes: int = 0) -> None:
         from cuda.bindings import driver
 
         torch.empty(1, device="cuda")  # PyTorch makes its context current at the first use
         self._driver = driver
-        self._shared_bytes = shared_bytes
         self._module = _checked(driver.cuModuleLoadData(cubin))
         self._function = _checked(driver.cuModuleGetFunction(self._module, name.encode()))
-        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _checked(driver.cuFuncSetAttribute(self._function, attribute, shared_bytes))
+        self.reserve_shared(shared_bytes)
+
+    @property
+    def static_shared(self) -> int:
+        """Bytes of shared memory that the kernel takes without the dynamic part."""
+        attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
+        return int(_checked(self._driver.cuFuncGetAttribute(attribute, self._function)))
+
+    def reserve_shared(self, size: int) -> None:
+        """Sets the dynamic shared memory of a block, in bytes."""
+        self._shared_bytes = size
+        name = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _checked(self._driver.cuFuncSetAttribute(self._function, name, size))
 
     def launch(
         self,

@@ -14,12 +14,14 @@ constexpr int kSliceBlocks = INTER / SLICES / 32;
 // A unit of gate/up is a row group of both; one of down is kDownRows rows.
 constexpr int kGateUpUnits = kInterBlocks;
 constexpr int kDownUnits = HIDDEN / kDownRows;
-// An expert with more tokens than a pass takes does so many units a pass, so that it loads
+// An expert with more tokens than a pass takes does so many units a pass, so that it converts
 // activations seldom and reads the units again while the L2 cache has them.
 constexpr int kPassUnits = 4;
 constexpr int kNone = 0xFF;
+constexpr int kBitmapWords = (EXPERTS + 31) / 32;
+constexpr int kPairChunks = (kMaxPairs + 31) / 32;
 static_assert(HIDDEN % kDownRows == 0, "whole down units");
-static_assert(kMaxPairs <= 255 && kMaxPairs <= kThreads, "a thread a pair, a byte an index");
+static_assert(kMaxPairs <= 255 && kBitmapWords <= 32, "a byte an index, a lane a word");
 
 template <int P>
 struct Row {  // offsets in a slice
@@ -34,110 +36,179 @@ struct Row {  // offsets in a slice
 // an expert among those that some token chose; a "pair" is an index into topk_ids.
 struct Plan {
   u64 address[kMaxPairs];
-  float factor[kMaxPairs][3];
-  u32 bitmap[(EXPERTS + 31) / 32];
+  u32 bitmap[kBitmapWords];
+  int ranks_before[32];      // by word of the bitmap
+  u32 before[2][kMaxPairs];  // the cost of the ranks before, gate/up and down
   int count[kMaxPairs];
   int range[2][kMaxPairs][2];  // this block's units of gate/up and of down, by rank
-  u32 start[2];                // where this and the next block's gate/up work starts
-  int ranks;
+  int first[2], end[2];        // the ranks that it has units of
+  u16 expert[kMaxPairs];  // by rank
   u8 precision[kMaxPairs];
   u8 rank_of[kMaxPairs];
   u8 pair[kMaxPairs][MAX_TOKENS];
   u8 order[kMaxPairs];  // a token's pairs, ascending by expert; kNone at the end
 };
 
+// In 32 bytes. All experts of a launch stay below 2^32: 255 rows of 32 MiB, 16 passes.
 __device__ __forceinline__ u32 unit_cost(int precision, int tokens, bool down) {
-  u32 tile = precision == BASE ? 9 : precision == MXFP4 ? 17 : 18;  // in 32 bytes
-  tile *= (tokens + tokens_per_pass(precision) - 1) / tokens_per_pass(precision);
+  constexpr int kMost = tokens_per_pass(BASE), kFew = tokens_per_pass(NVFP4);
+  u32 tile = precision == BASE ? 9 : precision == MXFP4 ? 17 : 18;
+  tile *= precision == NVFP4 ? (tokens + kFew - 1) / kFew : (tokens + kMost - 1) / kMost;
   return tile * (down ? kInterBlocks * (kDownRows / 32) : 2 * kHiddenBlocks);
 }
 
-// The first of n units, each `cost` long and the first at `prefix`, that starts at or after `at`.
-__device__ __forceinline__ int first_unit(u32 at, u32 prefix, u32 cost, int n) {
-  if (at <= prefix) return 0;
-  return min(n, int((at - prefix + cost - 1) / cost));
+// To about 2^-23: alike for all who ask, which is all that matters here.
+__device__ __forceinline__ float reciprocal(u32 v) {
+  float d;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(float(v)));
+  return d;
 }
 
+// Where block `block`'s share of `total` begins. Rounded, but alike for all who ask.
+__device__ __forceinline__ u32 share_of(u32 total, u32 block) {
+  return block == gridDim.x ? total : u32(float(total) * (float(block) * reciprocal(gridDim.x)));
+}
+
+// The first of n units, each 1 ÷ inverse long and the first at `prefix`, that starts at or after
+// `at`, of `total` in all. Rounded likewise.
+__device__ __forceinline__ int first_unit(u32 at, u32 total, u32 prefix, float inverse, int n) {
+  if (at <= prefix) return 0;
+  return at == total ? n : min(n, int(ceilf(float(at - prefix) * inverse)));
+}
+
+// By one warp. Blocks take contiguous ranges of equal cost; what a block's gate/up units exceed its
+// share by (they are large) is taken off its down units.
 __device__ void make_plan(Plan& plan, const int* topk_ids, int tokens, const u64* address,
-                          const u8* precision, const float* factor) {
-  const int tid = threadIdx.x, pairs = tokens * TOPK;
-  for (int i = tid; i < (EXPERTS + 31) / 32; i += kThreads) plan.bitmap[i] = 0;
-  if (tid < kMaxPairs) plan.count[tid] = 0, plan.order[tid] = kNone;
-  __syncthreads();
-
-  int expert = -1, kind = 0;
-  u64 row = 0;
-  float factors[3];
-  if (tid < pairs) {
-    expert = topk_ids[tid];
-    if (expert >= 0 && expert < EXPERTS) {  // all at once: the loads' latencies overlap
-      row = address[expert];
-      kind = precision[expert];
-      for (int i = 0; i < 3; i++) factors[i] = factor[expert * 3 + i];
-    }
-    if (!row) expert = -1;
-    if (expert >= 0) atomicOr(&plan.bitmap[expert / 32], 1u << (expert % 32));
+                          const u8* precision) {
+  const int lane = threadIdx.x % 32, pairs = tokens * TOPK;
+  constexpr u32 kAll = 0xFFFFFFFFu;
+  int expert[kPairChunks];
+  u64 row[kPairChunks];
+  u8 kind[kPairChunks];
+#pragma unroll
+  for (int c = 0; c < kPairChunks; c++) {  // all at once: the loads' latencies overlap
+    const int pair = c * 32 + lane;
+    expert[c] = pair < pairs ? topk_ids[pair] : -1;
   }
-  __syncthreads();
+#pragma unroll
+  for (int c = 0; c < kPairChunks; c++) {
+    const bool chosen = expert[c] >= 0 && expert[c] < EXPERTS;
+    row[c] = chosen ? address[expert[c]] : 0;
+    kind[c] = chosen ? precision[expert[c]] : 0;
+  }
+  if (lane < kBitmapWords) plan.bitmap[lane] = 0;
+#pragma unroll 1
+  for (int i = lane; i < pairs; i += 32) plan.count[i] = 0, plan.order[i] = plan.rank_of[i] = kNone;
+  __syncwarp();
+#pragma unroll
+  for (int c = 0; c < kPairChunks; c++)
+    if (row[c]) atomicOr(&plan.bitmap[expert[c] / 32], 1u << (expert[c] % 32));
+  __syncwarp();
 
-  if (tid < pairs) {
-    int rank = kNone;
-    if (expert >= 0) {
-      rank = __popc(plan.bitmap[expert / 32] & ((1u << (expert % 32)) - 1));
-      for (int i = 0; i < expert / 32; i++) rank += __popc(plan.bitmap[i]);
+  int before = lane < kBitmapWords ? __popc(plan.bitmap[lane]) : 0;
+  const int own = before;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(kAll, before, step);
+    if (lane >= step) before += other;
+  }
+  plan.ranks_before[lane] = before - own;
+  const int ranks = __shfl_sync(kAll, before, 31);
+  __syncwarp();
+#pragma unroll
+  for (int c = 0; c < kPairChunks; c++)
+    if (row[c]) {
+      const int word = expert[c] / 32, pair = c * 32 + lane;
+      const int rank = plan.ranks_before[word] +
+                       __popc(plan.bitmap[word] & ((1u << (expert[c] % 32)) - 1));
       // The order of an expert's tokens may differ between blocks and runs: a token's column does
       // not change its result.
-      int position = atomicAdd(&plan.count[rank], 1);
-      if (position < MAX_TOKENS) plan.pair[rank][position] = tid;
-      plan.address[rank] = row;
-      plan.precision[rank] = kind;
-      for (int i = 0; i < 3; i++) plan.factor[rank][i] = factors[i];
+      const int position = atomicAdd(&plan.count[rank], 1);
+      if (position < MAX_TOKENS) plan.pair[rank][position] = pair;
+      plan.address[rank] = row[c];
+      plan.precision[rank] = kind[c];
+      plan.expert[rank] = expert[c];
+      plan.rank_of[pair] = rank;
     }
-    plan.rank_of[tid] = rank;
+  __syncwarp();
+#pragma unroll 1
+  for (int pair = lane; pair < pairs; pair += 32) {
+    const int rank = plan.rank_of[pair], first = pair - pair % TOPK;
+    if (rank == kNone) continue;
+    int position = first;
+    for (int i = first; i < first + TOPK; i++) position += plan.rank_of[i] < rank;
+    plan.order[position] = pair;
   }
-  if (tid == 0) {
-    int ranks = 0;
-    for (int i = 0; i < (EXPERTS + 31) / 32; i++) ranks += __popc(plan.bitmap[i]);
-    plan.ranks = ranks;
-    plan.start[0] = plan.start[1] = 0xFFFFFFFFu;
-  }
-  __syncthreads();
 
-  // Contiguous ranges of equal cost for every block; what a block's gate/up units exceed its share
-  // by (they are large) is taken off its down units.
-  const int ranks = plan.ranks;
-  u32 before[2] = {0, 0}, total[2] = {0, 0}, cost[2] = {1, 1};
-  if (tid < pairs && plan.rank_of[tid] != kNone) {
-    int first = tid - tid % TOPK, position = 0;
-    for (int i = first; i < first + TOPK; i++) position += plan.rank_of[i] < plan.rank_of[tid];
-    plan.order[first + position] = tid;
-  }
-  if (tid < ranks) {
-    for (int i = 0; i < ranks; i++) {
-      u32 up = unit_cost(plan.precision[i], plan.count[i], false) * kGateUpUnits;
-      u32 down = unit_cost(plan.precision[i], plan.count[i], true) * kDownUnits;
-      if (i < tid) before[0] += up, before[1] += down;
-      total[0] += up, total[1] += down;
-    }
-    for (int d = 0; d < 2; d++) cost[d] = unit_cost(plan.precision[tid], plan.count[tid], d);
-    for (int i = 0; i < 2; i++) {
-      u32 share = u32(u64(total[0]) * (blockIdx.x + i) / gridDim.x);
-      int unit = first_unit(share, before[0], cost[0], kGateUpUnits);
-      plan.range[0][tid][i] = unit;
-      if (unit < kGateUpUnits) atomicMin(&plan.start[i], before[0] + unit * cost[0]);
-    }
-  }
-  __syncthreads();
-  if (tid < ranks) {
-    bool level = total[1] / gridDim.x >= 2 * unit_cost(NVFP4, 1, false);
-    for (int i = 0; i < 2; i++) {
-      u32 share = u32(u64(total[1]) * (blockIdx.x + i) / gridDim.x);
-      if (level || blockIdx.x + i == gridDim.x) {
-        u64 both = (u64(total[0]) + total[1]) * (blockIdx.x + i) / gridDim.x;
-        share = u32(both - min(u64(min(plan.start[i], total[0])), both));
+  u32 total[2] = {0, 0};
+#pragma unroll 1
+  for (int first = 0; first < ranks; first += 32) {
+    const int rank = first + lane;
+#pragma unroll
+    for (int d = 0; d < 2; d++) {
+      const u32 cost = rank < ranks ? unit_cost(plan.precision[rank], plan.count[rank], d) *
+                                          (d ? kDownUnits : kGateUpUnits)
+                                    : 0;
+      u32 scan = cost;
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const u32 other = __shfl_up_sync(kAll, scan, step);
+        if (lane >= step) scan += other;
       }
-      plan.range[1][tid][i] = first_unit(share, before[1], cost[1], kDownUnits);
+      if (rank < ranks) plan.before[d][rank] = total[d] + scan - cost;
+      total[d] += __shfl_sync(kAll, scan, 31);
     }
   }
-  __syncthreads();
+
+  u32 at[2] = {share_of(total[0], blockIdx.x), share_of(total[0], blockIdx.x + 1)};
+#pragma unroll 1
+  for (int d = 0; d < 2; d++) {
+    u32 start[2] = {total[0], total[0]};
+    int used[2] = {kNone, 0};
+#pragma unroll 1
+    for (int first = 0; first < ranks; first += 32) {
+      const int rank = first + lane;
+      u32 begin[2] = {kAll, kAll};
+      if (rank < ranks) {
+        const u32 cost = unit_cost(plan.precision[rank], plan.count[rank], d);
+        const float inverse = reciprocal(cost);
+        const int units = d ? kDownUnits : kGateUpUnits;
+        const u32 prefix = plan.before[d][rank];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          const int unit = first_unit(at[i], total[d], prefix, inverse, units);
+          plan.range[d][rank][i] = unit;
+          if (unit < units) begin[i] = prefix + unit * cost;
+        }
+        if (plan.range[d][rank][0] < plan.range[d][rank][1])
+          used[0] = min(used[0], rank), used[1] = rank + 1;
+      }
+#pragma unroll
+      for (int i = 0; i < 2; i++) start[i] = min(start[i], __reduce_min_sync(kAll, begin[i]));
+    }
+    used[0] = __reduce_min_sync(kAll, used[0]), used[1] = __reduce_max_sync(kAll, used[1]);
+    if (lane == 0) plan.first[d] = used[0], plan.end[d] = used[1];
+    const bool level = total[1] >= gridDim.x * (2 * unit_cost(NVFP4, 1, false));
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const u32 block = blockIdx.x + i;
+      const u32 both = share_of(total[0] + total[1], block);
+      at[i] = level && block < gridDim.x ? both - min(start[i], both) : share_of(total[1], block);
+    }
+  }
+}
+
+// Calls f(rank, unit, end, first, tokens) for every pass of this block: units [unit, end) of an
+// expert for its tokens [first, first + tokens). All warps of a block walk alike.
+template <class F>
+__device__ __forceinline__ void each_pass(const Plan& plan, int down, F f) {
+  for (int rank = plan.first[down]; rank < plan.end[down]; rank++) {
+    const int begin = plan.range[down][rank][0], end = plan.range[down][rank][1];
+    if (begin >= end) continue;
+    const int count = plan.count[rank], step = tokens_per_pass(plan.precision[rank]);
+    const int units = count <= step ? end - begin : kPassUnits;
+    for (int unit = begin; unit < end; unit += units)
+      for (int first = 0; first < count; first += step)
+        f(rank, unit, min(unit + units, end), first, min(count - first, step));
+  }
 }

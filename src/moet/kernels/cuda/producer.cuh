@@ -4,13 +4,26 @@
 
 struct Ring {
   u32 stages, full, empty, buffer;
+  u32 here;  // the stage's address
   u32 stage = 0, parity = 0;
 
-  __device__ u32 here() const { return buffer + stage * kStageBytes; }
+  __device__ Ring(u32 n, u32 full_at, u32 empty_at, u32 buffer_at)
+      : stages(n), full(full_at), empty(empty_at), buffer(buffer_at), here(buffer_at) {}
   __device__ void advance() {
-    if (++stage == stages) stage = 0, parity ^= 1;
+    here += kStageBytes, full += 8, empty += 8;
+    if (++stage == stages) {
+      here = buffer, full -= stages * 8, empty -= stages * 8;
+      stage = 0, parity ^= 1;
+    }
   }
 };
+
+// Arrivals that make a stage full: of the thread that announces the bytes, or of a warp's lanes.
+#if __CUDA_ARCH__ >= 900
+constexpr int kFullArrivals = 1;
+#else
+constexpr int kFullArrivals = 32;
+#endif
 
 struct Copier {
   Ring ring;
@@ -20,9 +33,9 @@ struct Copier {
 #endif
 
   __device__ void begin(u32 bytes) {
-    barrier_wait(ring.empty + ring.stage * 8, ring.parity ^ 1);
+    barrier_wait(ring.empty, ring.parity ^ 1);
 #if __CUDA_ARCH__ >= 900
-    if (lane == 0) barrier_expect(ring.full + ring.stage * 8, bytes);
+    if (lane == 0) barrier_expect(ring.full, bytes);
     __syncwarp();
 #endif
   }
@@ -32,19 +45,19 @@ struct Copier {
   __device__ int first_piece() const { return lane; }
   __device__ static constexpr int piece_step() { return 32; }
   __device__ void copy(u32 offset, const u8* from, u32 bytes) {
-    bulk_copy(ring.here() + offset, from, bytes, ring.full + ring.stage * 8, policy);
+    bulk_copy(ring.here + offset, from, bytes, ring.full, policy);
   }
 #else
   __device__ int first_piece() const { return 0; }
   __device__ static constexpr int piece_step() { return 1; }
   __device__ void copy(u32 offset, const u8* from, u32 bytes) {
-    warp_copy(ring.here() + offset, from, bytes, lane);
+    warp_copy(ring.here + offset, from, bytes, lane);
   }
 #endif
 
   __device__ void end() {
 #if __CUDA_ARCH__ < 900
-    barrier_arrive_after_copies(ring.full + ring.stage * 8);
+    barrier_arrive_after_copies(ring.full);
 #endif
     ring.advance();
   }
@@ -120,12 +133,10 @@ __device__ void produce_down(Copier& to, const u8* row, int unit) {
 }
 
 template <int P>
-__device__ void produce_units(Copier& to, bool down, const u8* row, int begin, int end,
-                              int tokens) {
-  for (int run = begin; run < end; run += kPassUnits)
-    for (int first = 0; first < tokens; first += tokens_per_pass(P))
-      for (int unit = run; unit < min(run + kPassUnits, end); unit++)
-        down ? produce_down<P>(to, row, unit) : produce_gate_up<P>(to, row, unit);
+__device__ __forceinline__ void produce_units(Copier& to, int down, const u8* row, int unit,
+                                              int end) {
+  for (; unit < end; unit++)
+    down ? produce_down<P>(to, row, unit) : produce_gate_up<P>(to, row, unit);
 }
 
 __device__ void produce(const Plan& plan, Ring ring, int lane) {
@@ -135,15 +146,13 @@ __device__ void produce(const Plan& plan, Ring ring, int lane) {
   Copier to{ring, lane};
 #endif
   for (int down = 0; down < 2; down++)
-    for (int rank = 0; rank < plan.ranks; rank++) {
-      const int begin = plan.range[down][rank][0], end = plan.range[down][rank][1];
-      if (begin >= end) continue;
+    each_pass(plan, down, [&](int rank, int unit, int end, int, int) {
       const u8* row = reinterpret_cast<const u8*>(plan.address[rank]);
-      const int precision = plan.precision[rank], tokens = plan.count[rank];
-      if (precision == BASE) produce_units<BASE>(to, down, row, begin, end, tokens);
-      else if (precision == MXFP4) produce_units<MXFP4>(to, down, row, begin, end, tokens);
-      else produce_units<NVFP4>(to, down, row, begin, end, tokens);
-    }
+      const int precision = plan.precision[rank];
+      if (precision == BASE) produce_units<BASE>(to, down, row, unit, end);
+      else if (precision == MXFP4) produce_units<MXFP4>(to, down, row, unit, end);
+      else produce_units<NVFP4>(to, down, row, unit, end);
+    });
 #if __CUDA_ARCH__ < 900
   asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
