@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from vllm import LLM
 
 from moet.calibrate import (
     Calibration,
@@ -65,35 +67,36 @@ def windows() -> Windows:
 
 
 @pytest.fixture(scope="module")
+def llm(model: Path, pack: Path) -> Iterator[LLM]:
+    settings = {"pack": str(pack), "precision": "fp4", "fp4_pool": "40%", "streaming_slots": 2}
+    with calibration_engine(model, settings | {"base_pool": "60%"}, WINDOW, ENGINE) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
 def calibrations(
-    model: Path,
-    checkpoint: Checkpoint,
-    pack: Path,
-    windows: Windows,
-    tmp_path_factory: pytest.TempPathFactory,
+    llm: LLM, checkpoint: Checkpoint, windows: Windows, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Calibration, Calibration]:
     """An undisturbed one, and one of a run that stopped after two windows and went on."""
     directory = tmp_path_factory.mktemp("calibration")
     metadata = describe(checkpoint, windows)
-    settings = {"pack": str(pack), "precision": "fp4", "fp4_pool": "40%", "streaming_slots": 2}
 
     def stop(done: int) -> None:
         if done == 2:
             raise KeyboardInterrupt
 
-    with calibration_engine(model, settings, WINDOW, ENGINE) as llm:
-        with CalibrationWriter(directory / "whole", metadata, windows) as writer:
-            collect(llm, writer, windows, lambda done: None)
-            whole = writer.finish()
-        with (
-            pytest.raises(KeyboardInterrupt),
-            CalibrationWriter(directory / "resumed", metadata, windows) as writer,
-        ):
-            collect(llm, writer, windows, stop)
-        with CalibrationWriter(directory / "resumed", metadata, windows) as writer:
-            assert writer.done == 2
-            collect(llm, writer, windows, lambda done: None)
-            resumed = writer.finish()
+    with CalibrationWriter(directory / "whole", metadata, windows) as writer:
+        collect(llm, writer, windows, lambda done: None)
+        whole = writer.finish()
+    with (
+        pytest.raises(KeyboardInterrupt),
+        CalibrationWriter(directory / "resumed", metadata, windows) as writer,
+    ):
+        collect(llm, writer, windows, stop)
+    with CalibrationWriter(directory / "resumed", metadata, windows) as writer:
+        assert writer.done == 2
+        collect(llm, writer, windows, lambda done: None)
+        resumed = writer.finish()
     return whole, resumed
 
 
@@ -186,21 +189,17 @@ class Kept(SampleSource):
 
 def test_level_3_sees_what_the_pack_computes(
     calibrations: tuple[Calibration, Calibration],
-    model: Path,
+    llm: LLM,
     checkpoint: Checkpoint,
-    pack: Path,
     windows: Windows,
     tmp_path: Path,
 ) -> None:
     out = tmp_path / "p"
-    settings = {"pack": str(pack), "base_pool": "50%", "streaming_slots": 2}
     passes: list[int] = []
     with SequentialSamples(
         calibrations[0],
-        model,
         Path(f"{out}.partial"),
-        settings,
-        ENGINE,
+        lambda: nullcontext(llm),
         lambda layer, done: passes.append(layer),
     ) as samples:
         kept = Kept(samples)

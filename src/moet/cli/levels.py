@@ -50,15 +50,21 @@ def level_quantizer(
     with ExitStack() as stack:
         samples: SampleSource = opened
         if level == 3:
+            from moet.vllm.collect import calibration_engine
             from moet.vllm.sequential import SequentialSamples
 
+            make_engine = partial(
+                calibration_engine,
+                checkpoint.path,
+                _with_pack(checkpoint, out, settings or {}),
+                opened.metadata.window,
+                engine or {},
+            )
             samples = stack.enter_context(
                 SequentialSamples(
                     opened,
-                    checkpoint.path,
                     Path(f"{out.absolute()}.partial"),
-                    _with_pack(checkpoint, out, settings or {}),
-                    engine or {},
+                    make_engine,
                     _pass_progress(opened.metadata.windows),
                 )
             )
@@ -95,7 +101,7 @@ def _with_pack(checkpoint: Checkpoint, out: Path, settings: dict[str, Any]) -> d
             "Choose another --output, or another pack with --set pack=DIRECTORY.",
         )
     Pack.open(pack).check_model(checkpoint)
-    return {**settings, "pack": str(pack)}
+    return {**settings, "pack": str(pack), "precision": "base"}
 
 
 def _say_bases(quantizer: CalibratedQuantizer) -> None:

@@ -34,6 +34,9 @@ from moet.quantize.rounding import Draft, draft_of, factor_of
 from moet.quantize.samples import LayerSamples, SampleSource
 
 _LAYERS_KEPT = 2
+# More than the 1 % that GPTQ is known with: on tiny-moe the output error on other tokens than the
+# calibration's is lowest between 10 and 30 %, and 3 % higher at 1 %.
+_DAMPING = 0.1
 
 Activation = Callable[[Tensor, Tensor], Tensor]
 """gate, up [tokens, intermediate] → the down projection's input."""
@@ -52,8 +55,6 @@ class CalibratedQuantizer(BaseQuantizer):
     layer's (`moments`). A layer without samples, and moments that are not finite or all zero, leave
     level 0. `bases` counts which of the three each matrix was made from.
     """
-
-    damping: ClassVar[float]
 
     def __init__(
         self,
@@ -131,7 +132,7 @@ class CalibratedQuantizer(BaseQuantizer):
 
     def _base(self, matrices: Sequence[Tensor], moments: Moments, base: str) -> Draft:
         """The base of matrices with one input, one below the other."""
-        damped = moments.damped(self.damping)
+        damped = moments.damped(_DAMPING)
         draft = None if damped is None else self._choose(matrices, damped)
         with self._lock:
             self.bases[base if draft is not None else "level 0"] += len(matrices)
@@ -153,7 +154,6 @@ class ScalesQuantizer(CalibratedQuantizer):
 
     name = "scales"
     level = 1
-    damping = 0.01
 
     def _choose(self, matrices: Sequence[Tensor], moments: Moments) -> Draft | None:
         weight = torch.cat(list(matrices))
@@ -167,7 +167,6 @@ class GptqQuantizer(CalibratedQuantizer):
 
     name = "gptq"
     level = 2
-    damping = 0.01
     sweeps: ClassVar[int] = 3
 
     def _choose(self, matrices: Sequence[Tensor], moments: Moments) -> Draft | None:
@@ -195,7 +194,6 @@ class SequentialQuantizer(GptqQuantizer):
     name = "sequential"
     level = 3
     in_order = True
-    damping = 0.03
     sweeps = 2
 
 

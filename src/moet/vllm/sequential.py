@@ -11,18 +11,17 @@ The alternative, a loop over layers outside vLLM, would need every family's atte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from vllm import LLM
 
 from moet.calibrate import Calibration, CalibrationLayout
 from moet.quantize import LayerSamples, SampleSource
-from moet.vllm.collect import calibration_engine, run_window
+from moet.vllm.collect import run_window
 
 
 class SequentialSamples(SampleSource):
@@ -32,23 +31,21 @@ class SequentialSamples(SampleSource):
 
     Args:
         partial: where the pack is being written; its journal tells which layers are finished.
-        settings: moet's, of the engine; its pack is any finished pack of the model with the same
-            slices. options: vLLM's engine arguments.
+        engine: makes a calibration engine (`collect`), whose pack is any finished pack of the
+            model with the same slices; entered when the second layer is asked for.
         progress: called with (layer, windows done) as a layer's pass goes on.
     """
 
     def __init__(
         self,
         calibration: Calibration,
-        model: Path,
         partial: Path,
-        settings: Mapping[str, Any],
-        options: Mapping[str, Any],
+        engine: Callable[[], AbstractContextManager[LLM]],
         progress: Callable[[int, int], None],
     ) -> None:
         self.digest = calibration.digest
-        self._calibration, self._model, self._partial = calibration, model, partial
-        self._settings, self._options, self._progress = settings, options, progress
+        self._calibration, self._partial = calibration, partial
+        self._make_engine, self._progress = engine, progress
         self._windows = calibration.windows()
         self._scratch = partial.with_name(partial.name + ".samples")
         self._stack = ExitStack()
@@ -89,9 +86,5 @@ class SequentialSamples(SampleSource):
 
     def _engine(self) -> LLM:
         if self._llm is None:
-            settings = {**self._settings, "precision": "base"}
-            window = self._calibration.metadata.window
-            self._llm = self._stack.enter_context(
-                calibration_engine(self._model, settings, window, self._options)
-            )
+            self._llm = self._stack.enter_context(self._make_engine())
         return self._llm
