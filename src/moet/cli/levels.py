@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from moet.calibrate import Calibration
 from moet.checkpoints import Checkpoint
 from moet.cli.ui import err
@@ -48,6 +50,7 @@ def level_quantizer(
         )
     opened = open_calibration(calibration, checkpoint)
     with ExitStack() as stack:
+        stack.enter_context(_one_thread_an_operation())
         samples: SampleSource = opened
         if level == 3:
             from moet.vllm.collect import calibration_engine
@@ -71,6 +74,17 @@ def level_quantizer(
         made = quantizer(samples, activation=partial(gated, activation=swiglu_of(checkpoint)))
         yield made
     _say_bases(made)
+
+
+@contextmanager
+def _one_thread_an_operation() -> Iterator[None]:
+    """Experts run in parallel already; threads of torch's own would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def open_calibration(path: Path, checkpoint: Checkpoint) -> Calibration:
