@@ -6,6 +6,9 @@ Same method: random distinct experts a token, several layers with weights of the
 replayed CUDA graph, an L2 flush before each replay, the median, and the HBM read bandwidth measured
 in the same run. What does not import, build or run is named under `failures` with its error.
 `python -m benchmarks.peers.merge` puts the ratios into our kernels' result file.
+
+Needs vLLM for CUDA, which brings humming-kernels; for exllamav3 the library that
+`peers/exllamav3_build.py` makes, on the import path as exllamav3_moe.
 """
 
 from __future__ import annotations
