@@ -10,11 +10,13 @@ import typer
 from rich.markup import escape
 
 from moet.checkpoints import Checkpoint
+from moet.checkpoints.hub import SCHEME
 from moet.cli.engine import engine_options, engine_settings
 from moet.cli.levels import level_quantizer
 from moet.cli.progress import Bar
 from moet.cli.source import open_source
 from moet.cli.ui import emit_json, out, size
+from moet.errors import ConfigError
 from moet.pack import PackReport, write_pack
 from moet.quantize import BaseQuantizer, DataFreeQuantizer
 
@@ -89,6 +91,11 @@ def pack(
     with open_source(model, output, keep=keep_checkpoint) as (checkpoint, path):
         if level is None:
             level = 0 if calibration is None else 2
+        if level == 3 and model.startswith(SCHEME):
+            raise ConfigError(
+                "level 3 runs the model, which has to be on this machine for that.",
+                f"Download it first: hf download {checkpoint.name}",
+            )
         with level_quantizer(
             level,
             checkpoint,
