@@ -1,7 +1,8 @@
 """humming-kernels' indexed MoE GEMMs, in the order vLLM's HummingIndexedExperts.apply runs them.
 
 Read in vLLM 0.32 (fused_moe/experts/fused_humming_moe.py) and humming-kernels 0.1.17. The tuning is
-humming's own for the GPU, of which only the entries that a call can take are compiled.
+humming's own for the GPU and the number of rows: what vLLM finds in humming's table of it, without
+compiling the rest of that table.
 """
 
 from __future__ import annotations
@@ -71,13 +72,13 @@ class Matrix:
             return packed
 
         self.tensors = each_layer(layers, make)
-        self.tuning = get_heuristics_config(layer_config=self.config, gemm_type=GemmType.INDEXED)
 
-    def entry(self, rows: int) -> tuple[int, str]:
-        """The tuning for `rows` routed rows: its block of rows, and a table of it alone as JSON."""
-        tuning = next(tuning for low, high, tuning in self.tuning if low < rows <= high)
-        # For any number: the launcher looks up the tokens too, which are fewer than the rows.
-        return int(tuning["block_shape"][0]), json.dumps([[0, 1 << 30, tuning]])
+    def tuning(self, rows: int) -> tuple[int, str]:
+        """humming's choice for `rows` routed rows: its block of rows, and all of it as JSON."""
+        chosen = get_heuristics_config(
+            layer_config=self.config, shape_m=rows, gemm_type=GemmType.INDEXED
+        )
+        return int(chosen["block_shape"][0]), json.dumps(chosen)
 
     def forward(self, layer: int, x: torch.Tensor, out: torch.Tensor, **arguments: Any) -> None:
         packed = self.tensors[layer]
@@ -116,8 +117,8 @@ class HummingPeer(Peer):
             parts = moe_align_block_size(ids, block, model.experts, ignore_invalid_experts=True)
             return dict(zip(names, parts, strict=True))
 
-        block, tuning = self.gate_up.entry(rows)
-        down_block, down_tuning = self.down.entry(rows)
+        block, tuning = self.gate_up.tuning(rows)
+        down_block, down_tuning = self.down.tuning(rows)
         common = {"locks": self.locks, "valid_shape_m": rows}
         routing = aligned(block)
         hidden = x.new_empty(rows, 2 * model.intermediate)
