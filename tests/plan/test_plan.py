@@ -20,6 +20,8 @@ from moet.plan.model_files import ModelFiles
 from moet.plan.plan import Plan, default_workload, make_plan
 from moet.plan.ranges import Range
 from moet.plan.workload import Workload
+from moet.residency.sizing import STREAMING_SLOTS
+from moet.settings import Settings
 
 FILES = ModelFiles("small/model", None, {}, None, True, lambda: iter(()))
 DISK = Disk(None, Range(1.5e9, 3e9, 6e9))
@@ -248,3 +250,7 @@ def test_impossible_work_is_refused() -> None:
         Workload(streams=0)
     with pytest.raises(ConfigError, match="kv_dtype 'int3'"):
         Workload(kv_dtype="int3")
+
+
+def test_the_plan_streams_prefill_as_the_settings_do() -> None:
+    assert Settings().streaming_slots == STREAMING_SLOTS

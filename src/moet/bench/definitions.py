@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moet.bench.plan_tables import PLAN_TABLES
 from moet.bench.tables import Column, Table, Tables, number, text
 from moet.settings import Settings
 
@@ -16,6 +17,7 @@ def settings() -> str:
 
 
 TABLES: Tables = {
+    **PLAN_TABLES,
     "settings": settings,
     "kernels-cpu": Table(
         "kernels-cpu.json",

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from moet.errors import UnsupportedError
 from moet.formats.layout import Precision
 from moet.plan.inventory import Inventory, Role
-from moet.plan.kv import KvCache, absorbed_bytes, kv_cache
+from moet.plan.kv import KvCache, absorbed_bytes
 from moet.plan.machine import GIB, Machine
 from moet.plan.measured import assumption
+from moet.plan.reserve import serving_reserve
 from moet.plan.routing import distinct_experts
 from moet.plan.workload import Workload
 from moet.residency.sizing import STREAMING_SLOTS, fit_rows
@@ -76,19 +77,21 @@ def needs(inventory: Inventory, machine: Machine, workload: Workload) -> Needs:
         roles += [Role.DRAFT, Role.DRAFT_EXPERTS]
     weights = {role.value: inventory.rank_bytes(role, tp) for role in roles}
     weights["attention's copies"] = absorbed_bytes(text, tp)
-    cache = kv_cache(text, dtype=workload.kv_dtype, tp=tp, drafts=drafted)
-    activations = round(
-        workload.chunk * geometry.hidden * 2 * assumption("activation_widths").typical
+    reserve = serving_reserve(
+        text,
+        context=workload.context,
+        streams=workload.streams,
+        chunk=workload.chunk,
+        kv_dtype=workload.kv_dtype,
+        tp=tp,
+        drafts=drafted,
+        gpu=machine.gpu is not None,
     )
-    workspace = {"activations": activations}
-    if machine.gpu is not None:
-        workspace["CUDA context"] = round(assumption("gpu_context_gib").typical * GIB)
-        workspace["CUDA graphs"] = round(assumption("gpu_graphs_gib").typical * GIB)
     return Needs(
         {name: nbytes for name, nbytes in weights.items() if nbytes},
-        cache,
-        cache.nbytes(workload.context, workload.streams),
-        workspace,
+        reserve.kv_cache,
+        reserve.kv,
+        dict(reserve.workspace),
         rank_row_bytes(inventory, Precision.BASE, tp),
     )
 
