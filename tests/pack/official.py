@@ -47,7 +47,7 @@ class Official:
         """gate, up, down."""
         if self._family == "gpt_oss":
             return self._gpt_oss(layer, expert)
-        if self._family == "llama4":
+        if self._family.startswith("llama4"):
             return self._llama4(layer, expert)
         main, draft = NAMES[self._family]
         template = main if layer < self._layers else draft
@@ -107,7 +107,8 @@ class Official:
         return (values * scales[..., None]).reshape(blocks.shape[0], -1)
 
     def _llama4(self, layer: int, expert: int) -> tuple[F64, F64, F64]:
-        prefix = f"language_model.model.layers.{layer}.feed_forward.experts"
+        start = "" if self._family == "llama4_text" else "language_model."
+        prefix = f"{start}model.layers.{layer}.feed_forward.experts"
         both = self._tensor(f"{prefix}.gate_up_proj")[expert].double().numpy()
         wide = both.shape[1] // 2
         down = self._tensor(f"{prefix}.down_proj")[expert].double().numpy()

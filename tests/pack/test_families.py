@@ -33,6 +33,7 @@ CASES = [
     ("kimi_k25", "nvfp4", {}),
     ("kimi_k25", "int4_group", {}),
     ("llama4", "bf16", {"top_k": 1}),
+    ("llama4_text", "bf16", {"top_k": 1}),
     ("minimax_m2", "fp8_block", {"dense_fp8": True}),
     ("qwen3_moe", "fp8_block", {"dense_fp8": True}),
     ("qwen3_next", "bf16", {}),

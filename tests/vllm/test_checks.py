@@ -1,19 +1,30 @@
 """What is refused, and how: each message says what to change."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from transformers import AutoConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
 from moet.checkpoints import Checkpoint
 from moet.errors import CheckpointError, ConfigError, PackError, UnsupportedError
+from moet.kernels import SwiGLU
+from moet.kernels.reference import ReferenceExperts
 from moet.settings import Settings
 from moet.vllm import checks, model
 from moet.vllm.checks import check_engine, check_model
-from moet.vllm.method import _check_layer, _refuse
+from moet.vllm.layer import (
+    Biases,
+    activation_of,
+    check_computation,
+    check_layer,
+    layer_index,
+)
+from moet.vllm.method import _refuse
 from moet.vllm.plugin import register
 from tests.fixtures.checkpoints import write_checkpoint
 from tests.vllm.serving import make_pack
@@ -110,7 +121,7 @@ def test_the_wrong_rotary_kernel_is_avoided(path):
 
 def check_engine_but_pack(vllm_config):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checks, "open_pack", lambda *args: SimpleNamespace(layers={}))
+        patch.setattr(checks, "open_pack", lambda *args: SimpleNamespace(layers={}, path=None))
         check_engine(vllm_config)
 
 
@@ -142,39 +153,97 @@ def test_a_model_that_is_not_here_gives_the_command(path):
         model.checkpoint_path(absent)
 
 
+PREFIX = "model.layers.1.mlp.experts"
+
+
 def layer(**changes):
+    """A layer of routed experts, as far as the checks look at it."""
+    moe = {"has_bias": False, "num_experts": 8, "num_logical_experts": 8, "experts_per_token": 2}
+    moe |= {key: changes.pop(key) for key in list(changes) if key in moe}
     plain = {
         "activation": MoEActivation.SILU,
         "apply_router_weight_on_input": False,
-        "moe_config": SimpleNamespace(has_bias=False, num_experts=8, num_logical_experts=8),
+        "swiglu_limit": None,
         "swiglu_alpha": None,
         "swiglu_beta": None,
     }
-    return SimpleNamespace(**{**plain, **changes})
+    return SimpleNamespace(**{**plain, **changes}, moe_config=SimpleNamespace(**moe))
+
+
+def check(of):
+    check_layer(of, PREFIX)
+    activation_of(of, PREFIX)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"activation": MoEActivation.GELU}, "'gelu', not SwiGLU"),
-        ({"apply_router_weight_on_input": True}, "router weights"),
-        ({"swiglu_alpha": 1.7}, "alpha"),
-        (
-            {"moe_config": SimpleNamespace(has_bias=True, num_experts=8, num_logical_experts=8)},
-            "biases",
-        ),
-        (
-            {"moe_config": SimpleNamespace(has_bias=False, num_experts=9, num_logical_experts=8)},
-            "fused",
-        ),
+        ({"apply_router_weight_on_input": True}, "router weights on the input of 2 experts"),
+        ({"has_bias": True}, "biases"),
+        ({"num_experts": 9}, "fused"),
     ],
 )
 def test_layers_that_the_kernels_do_not_compute(changes, message):
-    _check_layer(layer(), "model.layers.1.mlp.experts")
+    check_layer(layer(), PREFIX)
     with pytest.raises(UnsupportedError) as caught:
-        _check_layer(layer(**changes), "model.layers.1.mlp.experts")
+        check(layer(**changes))
     assert message in str(caught.value)
-    assert "model.layers.1.mlp.experts" in str(caught.value)
+    assert PREFIX in str(caught.value)
+
+
+def test_activations_of_layers():
+    assert activation_of(layer(swiglu_limit=10.0), PREFIX) == SwiGLU(10.0)
+    oai = layer(activation=MoEActivation.SWIGLUOAI, has_bias=True)
+    assert activation_of(oai, PREFIX) == SwiGLU(7.0, 1.702, 1.0)
+    check_layer(oai, PREFIX)
+    check_layer(layer(apply_router_weight_on_input=True, experts_per_token=1), PREFIX)
+
+
+@pytest.mark.parametrize(
+    ("changes", "geometry", "message"),
+    [
+        ({}, {"swiglu_limit": 10.0}, "limit=10.0"),
+        ({"swiglu_limit": 7.0}, {}, "limit=7.0"),
+        ({}, {"biases": True}, "biases: True"),
+        ({"apply_router_weight_on_input": True}, {}, "config.json describes"),
+    ],
+)
+def test_vllm_and_config_json_must_agree(path, changes, geometry, message):
+    with Checkpoint.open(path) as checkpoint:
+        stated = replace(checkpoint.geometry, **geometry)
+        check_computation(layer(), PREFIX, SwiGLU(), checkpoint.geometry, ReferenceExperts())
+    of = layer(**changes)
+    with pytest.raises(UnsupportedError) as caught:
+        check_computation(of, PREFIX, activation_of(of, PREFIX), stated, ReferenceExperts())
+    assert message in str(caught.value)
+
+
+def test_an_operator_without_biases_gets_none(path):
+    oai = layer(activation=MoEActivation.SWIGLUOAI, has_bias=True)
+    with Checkpoint.open(path) as checkpoint:
+        geometry = replace(
+            checkpoint.geometry, swiglu_limit=7.0, swiglu_alpha=1.702, swiglu_beta=1.0, biases=True
+        )
+    operator = ReferenceExperts()
+    check_computation(oai, PREFIX, activation_of(oai, PREFIX), geometry, operator)
+    operator.name, operator.any_swiglu = "cuda", False
+    with pytest.raises(UnsupportedError, match="operator 'cuda' has no biases"):
+        check_computation(oai, PREFIX, activation_of(oai, PREFIX), geometry, operator)
+
+
+def test_draft_layers_counted_apart_follow_the_last():
+    assert layer_index("model.layers.3.mlp.experts", 48) == 3
+    assert layer_index("model.layers.61.mtp_block.mlp.experts", 61) == 61
+    assert layer_index("mtp.layers.0.mlp.experts", 48) == 48
+
+
+def test_biases_of_down_are_weighted_and_padding_has_none():
+    biases = Biases(None, torch.tensor([[1.0, 2.0], [10.0, 20.0]]))
+    ids, weights = torch.tensor([[0, 1], [-1, 1]]), torch.tensor([[0.5, 2.0], [9.0, 1.0]])
+    out = torch.ones(2, 2)
+    biases.add_down(ids, weights, out)
+    assert out.tolist() == [[21.5, 42.0], [11.0, 21.0]]
 
 
 def test_an_expert_tensor_that_arrives_is_refused_by_name():

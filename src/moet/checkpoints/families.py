@@ -5,7 +5,7 @@ from __future__ import annotations
 from moet.checkpoints.base import FAMILIES, Family
 from moet.checkpoints.deepseek import DeepseekV3, DeepseekV4, KimiK25
 from moet.checkpoints.keys import Config
-from moet.checkpoints.others import GptOss, Llama4, MiniMaxM2
+from moet.checkpoints.others import GptOss, Llama4, Llama4Text, MiniMaxM2
 from moet.checkpoints.qwen import Qwen3Moe, Qwen3Next
 from moet.errors import CheckpointError
 
@@ -34,6 +34,7 @@ for _family in (
     MiniMaxM2(),
     GptOss(),
     Llama4(),
+    Llama4Text(),
 ):
     for _architecture in _family.architectures:
         FAMILIES.register(_architecture)(_family)

@@ -73,13 +73,15 @@ class Llama4(StackedNames):
     block = "feed_forward"
 
     def geometry(self, config: Config) -> Geometry:
-        text = text_config(config)
+        return self._geometry(text_config(config), config["architectures"][0])
+
+    def _geometry(self, text: Config, architecture: str) -> Geometry:
         step = integer(text, "interleave_moe_layer_step", default=1)
         layers = range(integer(text, "num_hidden_layers"))
         listed = layer_list(text, "moe_layers")
         return make_geometry(
             text,
-            architecture=config["architectures"][0],
+            architecture=architecture,
             experts=integer(text, "num_local_experts"),
             intermediate=integer(text, "intermediate_size"),
             moe_layers=sorted(set(listed))
@@ -87,3 +89,13 @@ class Llama4(StackedNames):
             else [i for i in layers if (i + 1) % step == 0],
             router_weight_on_input=True,
         )
+
+
+class Llama4Text(Llama4):
+    """Llama 4's language model on its own."""
+
+    architectures = ("Llama4ForCausalLM",)
+    layers = "model.layers."
+
+    def geometry(self, config: Config) -> Geometry:
+        return self._geometry(config, config["architectures"][0])

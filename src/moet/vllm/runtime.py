@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from moet.formats.layout import Precision
 from moet.kernels import ExpertRows, ExpertsOperator, SwiGLU
 from moet.pack import PackRowSource
 from moet.residency.manager import ResidencyManager
+from moet.vllm.layer import Biases
 from moet.vllm.stats import describe, rank_stats
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
@@ -38,7 +39,7 @@ class Runtime:
 
     geometry: of the model. manager: of the rank's rows. source: they come from there.
     precision: of every expert, by layer. operator: computes. decode_length: the most tokens of one
-    request in a decode step.
+    request in a decode step. biases: of the layers that have any.
     """
 
     geometry: Geometry
@@ -47,6 +48,7 @@ class Runtime:
     precision: Mapping[int, Sequence[Precision]]
     operator: ExpertsOperator
     decode_length: int
+    biases: dict[int, Biases] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._factors = {
@@ -89,14 +91,22 @@ class Runtime:
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         needed = ids.cpu().numpy()
         factors, layouts = self._factors[layer], self.source.layouts
+        biases = self.biases.get(layer)
         with self.manager.lease(
             layer, decode=_unique(needed[decode]), scan=_unique(needed[~decode])
         ) as lease:
             for wave in lease:
                 rows = ExpertRows(
-                    wave.experts, wave.address, wave.precision, factors[wave.experts], layouts
+                    wave.experts,
+                    wave.address,
+                    wave.precision,
+                    factors[wave.experts],
+                    layouts,
+                    None if biases is None else biases.gate_up[wave.experts],
                 )
                 self.operator.accumulate(x, ids, weights, rows, activation, out)
+        if biases is not None:
+            biases.add_down(ids, weights, out)
         self._log()
         return out.to(x.dtype)
 
