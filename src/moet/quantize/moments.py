@@ -18,6 +18,9 @@ from moet.quantize.samples import LayerSamples
 
 PSEUDO_TOKENS = 256
 PRIOR_TOKENS = 1024  # that are sent through every expert
+# Chosen by the error of experts of tiny-moe on tokens that were not used (49,152 others were).
+# Without SHRINK that error is 4 % higher, without CORRECTION level 3 is worse than level 2.
+SHRINK, DAMPING, CORRECTION = 0.3, 0.01, 2.0
 _CHUNK = 2**25  # elements of activations in float32 at once
 
 
@@ -31,19 +34,40 @@ class Moments:
     hessian: Tensor
     cross: Tensor | None = None
 
-    def damped(self, damping: float) -> Moments | None:
-        """With `damping` times its mean diagonal added to the diagonal.
+    def regular(self) -> Moments | None:
+        """With the correlations made smaller by `SHRINK`, and a little added to the diagonal.
 
-        None where the moments are not finite, or all zero: they say nothing.
+        What is estimated from a calibration's tokens fits others worse; a smaller correlation is
+        nearer to what they have. Relative to each input's own power, because a few inputs of a
+        language model have most of it. None where the moments are not finite, or all zero: they
+        say nothing.
         """
-        mean = float(self.hessian.diagonal().double().mean())
+        diagonal = self.hessian.diagonal()
+        mean = float(diagonal.double().mean())
         finite = bool(torch.isfinite(self.hessian).all()) and (
             self.cross is None or bool(torch.isfinite(self.cross).all())
         )
         if not finite or not mean > 0:
             return None
-        add = damping * mean * torch.eye(len(self.hessian), device=self.hessian.device)
-        return Moments(self.hessian + add, None if self.cross is None else self.cross + add)
+        hessian = (1 - SHRINK) * self.hessian
+        hessian.diagonal().add_(SHRINK * diagonal + DAMPING * mean)
+        # x = q + (x − q): only the first part is regularized here.
+        cross = None if self.cross is None else self.cross - self.hessian + hessian
+        return Moments(hessian, cross)
+
+    def corrected(self, weight: Tensor) -> Tensor:
+        """W' [N, K] for which W' q is nearest to W x: W + W E[(x − q) qᵀ] (H + damping)⁻¹.
+
+        The damping is `CORRECTION` times the diagonal: what the earlier layers' error has in common
+        with the input is a far weaker signal than H.
+        """
+        if self.cross is None:
+            return weight
+        damped = self.hessian.clone()
+        damped.diagonal().mul_(1 + CORRECTION)
+        change = weight @ (self.cross - self.hessian)
+        lower = torch.linalg.cholesky(damped)
+        return weight + torch.cholesky_solve(change.T.contiguous(), lower).T
 
 
 @dataclass(frozen=True, eq=False)
