@@ -48,3 +48,10 @@ def test_what_cannot_work(
         CliRunner().invoke(app, command, catch_exceptions=False)
     assert message in str(caught.value)
     assert not list(tmp_path.iterdir())
+
+
+def test_experts_with_biases(tokens: Path, tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "gpt", "gpt_oss", "mxfp4")
+    command = ["calibrate", str(model), "-o", str(tmp_path / "c"), "--tokens", str(tokens)]
+    with pytest.raises(MoetError, match="calibration does not know experts with biases"):
+        CliRunner().invoke(app, command, catch_exceptions=False)

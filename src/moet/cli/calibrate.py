@@ -22,6 +22,7 @@ from moet.calibrate import (
 from moet.calibrate.layout import token_bytes
 from moet.checkpoints import Checkpoint
 from moet.cli.engine import engine_options, engine_settings
+from moet.cli.levels import refuse_biases
 from moet.cli.serve import find_pack
 from moet.cli.ui import err, out, resolve_model, size
 from moet.errors import CalibrationError
@@ -79,6 +80,7 @@ def calibrate(
     settings = engine_settings(option)
     options = engine_options(engine)
     with Checkpoint.open(path) as checkpoint:
+        refuse_biases(checkpoint)
         windows = _windows(checkpoint, tokens, text, count, window, budget)
         metadata = describe(checkpoint, windows)
         settings["pack"] = str(find_pack(path, pack or settings.get("pack"), make=True))

@@ -89,14 +89,19 @@ def _one_thread_an_operation() -> Iterator[None]:
 
 def open_calibration(path: Path, checkpoint: Checkpoint) -> Calibration:
     """The calibration of `checkpoint` in `path`."""
+    refuse_biases(checkpoint)
+    opened = Calibration.open(path)
+    opened.check_model(checkpoint)
+    return opened
+
+
+def refuse_biases(checkpoint: Checkpoint) -> None:
+    """Raises UnsupportedError for a model whose experts' biases a calibration would not know."""
     if checkpoint.geometry.biases:
         raise UnsupportedError(
             f"{checkpoint.name}: calibration does not know experts with biases.",
             "Pack it at level 0.",
         )
-    opened = Calibration.open(path)
-    opened.check_model(checkpoint)
-    return opened
 
 
 def swiglu_of(checkpoint: Checkpoint) -> SwiGLU:

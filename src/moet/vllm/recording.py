@@ -167,9 +167,11 @@ class Recorder:
             ]
             if not parts:
                 return
+            # A stream of several lanes (hyper-connections) counts with all of them.
             stream = parts[0].double()
             for part in parts[1:]:
-                stream = stream + part.double()
+                if part.shape == stream.shape:
+                    stream = stream + part.double()
             total, tokens = self._power.get(layer, (0.0, 0))
             power = float(stream.square().sum())
             if math.isfinite(power):
