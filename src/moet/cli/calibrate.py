@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +22,7 @@ from moet.calibrate import (
 )
 from moet.calibrate.layout import token_bytes
 from moet.checkpoints import Checkpoint
+from moet.checkpoints.keys import integer
 from moet.cli.engine import engine_options, engine_settings
 from moet.cli.levels import refuse_biases
 from moet.cli.serve import find_pack
@@ -187,7 +189,9 @@ def _windows(
         )
     count = affordable
     if tokens is not None:
-        stream, path = read_tokens(tokens, int(checkpoint.config["vocab_size"])), tokens
+        nested = checkpoint.config.get("text_config")
+        config = nested if isinstance(nested, Mapping) else checkpoint.config
+        stream, path = read_tokens(tokens, integer(config, "vocab_size")), tokens
     else:
         assert text is not None
         stream, path = read_text(text, checkpoint.path), text
