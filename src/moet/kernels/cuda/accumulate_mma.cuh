@@ -7,8 +7,8 @@ __device__ __forceinline__ void accumulate(Ring& ring, const Lane& at, u32 colum
                                            Finish finish) {
   using S = Steps<P, DOWN>;
   Step<P, DOWN> words;
-  barrier_wait(ring.full, ring.parity);
-  words.load(at, ring.here, 0, 0);
+  barrier_wait(ring.full(), ring.parity);
+  words.load(at, ring.here(), 0, 0);
 #pragma unroll 1
   for (; units > 0; units--) {
     float sum[2][4] = {};
@@ -28,14 +28,14 @@ __device__ __forceinline__ void accumulate(Ring& ring, const Lane& at, u32 colum
           b[i][0] = load_shared1(from), b[i][1] = load_shared1(from + 128);
         }
         if (step + 1 < S::kSteps) {
-          words.load(at, ring.here, first, step + 1);
+          words.load(at, ring.here(), first, step + 1);
         } else {
           __syncwarp();
-          if (at.lane == 0) barrier_arrive(ring.empty);
+          if (at.lane == 0) barrier_arrive(ring.empty());
           ring.advance();
           if (next || units > 1) {
-            barrier_wait(ring.full, ring.parity);
-            words.load(at, ring.here, next, 0);
+            barrier_wait(ring.full(), ring.parity);
+            words.load(at, ring.here(), next, 0);
           }
         }
 #pragma unroll

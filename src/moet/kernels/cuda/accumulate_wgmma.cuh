@@ -25,10 +25,10 @@ __device__ __forceinline__ void accumulate(Ring& ring, const Lane& at, u32 colum
   float scale[2][S::kBatch][4];
   u32 a[2][S::kBatch][2][4];
   Step<P, DOWN> words;
-  barrier_wait(ring.full, ring.parity);
-  words.load(at, ring.here, 0, 0);
+  barrier_wait(ring.full(), ring.parity);
+  words.load(at, ring.here(), 0, 0);
   words.decode(a[0], scale[0]);
-  words.load(at, ring.here, 0, 1);
+  words.load(at, ring.here(), 0, 1);
 #pragma unroll 1
   for (; units > 0; units--) {
     float sum[2][8] = {};
@@ -61,17 +61,17 @@ __device__ __forceinline__ void accumulate(Ring& ring, const Lane& at, u32 colum
         if (P == BASE) wgmma_wait<1>();
         if (step < S::kSteps - 1 || more) words.decode(a[now ^ 1], scale[now ^ 1]);
         if (step + 2 < S::kSteps) {
-          words.load(at, ring.here, first, step + 2);
+          words.load(at, ring.here(), first, step + 2);
         } else if (step + 2 == S::kSteps) {
           __syncwarp();
-          if (at.lane == 0) barrier_arrive(ring.empty);
+          if (at.lane == 0) barrier_arrive(ring.empty());
           ring.advance();
           if (more) {
-            barrier_wait(ring.full, ring.parity);
-            words.load(at, ring.here, next, 0);
+            barrier_wait(ring.full(), ring.parity);
+            words.load(at, ring.here(), next, 0);
           }
         } else if (more) {
-          words.load(at, ring.here, next, 1);
+          words.load(at, ring.here(), next, 1);
         }
         if (P != BASE) {
           wgmma_wait<0>();

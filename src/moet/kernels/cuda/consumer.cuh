@@ -13,9 +13,8 @@ static_assert(kSliceBlocks > 0 && WARPS % 4 == 0, "groups of four warps");
 // Where a warp finds its words. A step is what it decodes between two waits.
 template <int P, bool DOWN>
 struct Steps {
-  using F = Format<P>;
   static constexpr int kBlocks = DOWN ? kInterBlocks : kHiddenBlocks;
-  static constexpr int kStageBlocks = DOWN ? DownStage<P>::kBlocks : F::kTiles / 2;
+  static constexpr int kStageBlocks = DOWN ? DownStage<P>::kBlocks : Stage<P>::kBlocks;
   static constexpr int kBatch = P == BASE ? 2 : 1;  // k blocks of a warp a step
   static constexpr int kLeast = (kStageBlocks + kStride * kBatch - 1) / (kStride * kBatch);
   // Operands alternate between two sets of registers, so that a stage has an even number of steps.
@@ -45,7 +44,7 @@ struct Step {
 
   __device__ __forceinline__ void load(const Lane& at, u32 stage, int first, int step) {
     const u32 word = (at.t * 8 + at.g) * (P == BASE ? 8 : 16);
-    const u32 byte = F::kScaleOffset + (P == NVFP4 ? (at.t & 1) * 32 : 0) + at.g * 4;
+    const u32 byte = Stage<P>::kScaleOffset + (P == NVFP4 ? (at.t & 1) * 32 : 0) + at.g * 4;
 #pragma unroll
     for (int i = 0; i < S::kBatch; i++) {
       int block = at.block<S::kBatch>(step, i);
@@ -96,69 +95,69 @@ __device__ __forceinline__ void add_columns(const float (*sum)[4], const float* 
 #include "accumulate_mma.cuh"
 #endif
 
+// A unit's sums, to the finisher. units: those before in this launch, whose lowest bit chooses the
+// side of the sums, the next its phase; passes likewise, for the columns.
+template <int P>
+__device__ __forceinline__ void finish(Total& total, const Lane& at, int tokens, u32 units,
+                                       u32 passes) {
+  Sums& sums = shared.sums;
+  constexpr int kEach = 2 / kParts;  // tokens of a lane
+  const u32 side = units & 1;
+  if (P == NVFP4)  // the halves of a token's k blocks are in neighbouring lanes
+#pragma unroll
+    for (int i = 0; i < 4 * kEach; i++) {
+      float& v = total[i / 2 % 2][i % 2][i / 4];
+      v += __shfl_down_sync(0xFFFFFFFFu, v, 1);
+    }
+  barrier_wait(shared_address(&sums.freed[side]), (units >> 1 & 1) ^ 1);
+#pragma unroll
+  for (int j = 0; j < kEach; j++) {
+    const int token = (P == NVFP4 ? at.t / 2 : at.t) * kEach + j;
+    if (token < tokens && !(P == NVFP4 && at.t % 2)) {
+      float* to = sums.sum[side][at.warp / 2][token] + at.matrix() * 32 + at.g;
+      to[0] = total[0][0][j], to[8] = total[0][1][j];
+      to[16] = total[1][0][j], to[24] = total[1][1][j];
+    }
+  }
+  if (at.warp == 0 && at.lane < kMostTokens)
+    sums.inverse[side][at.lane] = shared.columns.inverse[passes & 1][at.lane];
+  __syncwarp();
+  if (at.lane == 0) barrier_arrive(shared_address(&sums.summed[side]));
+}
+
 struct Consumer {
-  const Plan& plan;
-  Columns& columns;
-  Sums& sums;
-  const Exchange& exchange;
   const u16* x;
   Ring ring;
   u32 buffer;  // shared memory: the columns
   Lane at;
-  u32 units = 0;   // done: the lowest bit chooses the sums' side, the next its phase
-  u32 passes = 0;  // likewise for the columns
-
-  // A unit's sums, to the finisher.
-  template <int P>
-  __device__ __forceinline__ void finish(Total& total, int tokens) {
-    constexpr int kEach = 2 / kParts;  // tokens of a lane
-    const u32 side = units & 1;
-    if (P == NVFP4)  // the halves of a token's k blocks are in neighbouring lanes
-#pragma unroll
-      for (int i = 0; i < 4 * kEach; i++) {
-        float& v = total[i / 2 % 2][i % 2][i / 4];
-        v += __shfl_down_sync(0xFFFFFFFFu, v, 1);
-      }
-    barrier_wait(shared_address(&sums.freed[side]), (units >> 1 & 1) ^ 1);
-#pragma unroll
-    for (int j = 0; j < kEach; j++) {
-      const int token = (P == NVFP4 ? at.t / 2 : at.t) * kEach + j;
-      if (token < tokens && !(P == NVFP4 && at.t % 2)) {
-        float* to = sums.sum[side][at.warp / 2][token] + at.matrix() * 32 + at.g;
-        to[0] = total[0][0][j], to[8] = total[0][1][j];
-        to[16] = total[1][0][j], to[24] = total[1][1][j];
-      }
-    }
-    if (at.warp == 0 && at.lane < kMostTokens)
-      sums.inverse[side][at.lane] = columns.inverse[passes & 1][at.lane];
-    __syncwarp();
-    if (at.lane == 0) barrier_arrive(shared_address(&sums.summed[side]));
-    units++;
-  }
+  u32 units = 0, passes = 0;
 
   template <int P, bool DOWN>
-  __device__ __forceinline__ void pass(int count, int tokens) {
-    accumulate<P, DOWN>(ring, at, buffer + (passes & 1) * kColumnBytes, count,
-                        [&](Total& total) { finish<P>(total, tokens); });
+  __device__ __forceinline__ void run(const Pass& pass) {
+    accumulate<P, DOWN>(ring, at, buffer + (passes & 1) * kColumnBytes, pass.end - pass.unit,
+                        [&](Total& total) {
+                          finish<P>(total, at, pass.tokens, units++, passes);
+                        });
   }
 
+  // converted: the first pass's columns are there.
   template <bool DOWN>
-  __device__ void phase() {
-    bool waiting = true;
-    each_pass(plan, DOWN, [&](int rank, int begin, int end, int first, int tokens) {
+  __device__ __forceinline__ void phase(bool converted) {
+    Columns& columns = shared.columns;
+    each_pass(shared.plan, DOWN, [&](const Pass& pass) {
       const u32 side = passes & 1;
       barrier_wait(shared_address(&columns.converted[side]), passes >> 1 & 1);
-      if (waiting) {  // nothing to multiply yet: all warps convert the first pass
+      if (!converted) {  // nothing to multiply yet: all warps convert the first pass
         named_barrier(1, kConsumers);
-        convert_pass(plan, columns, exchange, x, buffer, side, DOWN, rank, first, tokens,
-                     threadIdx.x, kConsumers, 1);
+        convert_pass(shared.plan.precision[pass.rank], shared.plan.pair[pass.rank] + pass.first,
+                     pass.tokens, x, buffer, side, DOWN, threadIdx.x, kConsumers, 1);
         named_barrier(1, kConsumers);
-        waiting = false;
+        converted = true;
       }
-      const int precision = plan.precision[rank];
-      if (precision == BASE) pass<BASE, DOWN>(end - begin, tokens);
-      else if (precision == MXFP4) pass<MXFP4, DOWN>(end - begin, tokens);
-      else pass<NVFP4, DOWN>(end - begin, tokens);
+      const int precision = shared.plan.precision[pass.rank];
+      if (precision == BASE) run<BASE, DOWN>(pass);
+      else if (precision == MXFP4) run<MXFP4, DOWN>(pass);
+      else run<NVFP4, DOWN>(pass);
       __syncwarp();
       if (at.lane == 0) barrier_arrive(shared_address(&columns.consumed[side]));
       passes++;
@@ -168,9 +167,6 @@ struct Consumer {
 
 // The warps that convert ahead: every pass of a phase but the first.
 struct Converter {
-  const Plan& plan;
-  Columns& columns;
-  const Exchange& exchange;
   const u16* x;
   u32 buffer;
   int thread;
@@ -178,14 +174,14 @@ struct Converter {
 
   __device__ void phase(bool down) {
     bool first_pass = true;
-    each_pass(plan, down, [&](int rank, int, int, int first, int tokens) {
+    each_pass(shared.plan, down, [&](const Pass& pass) {
       const u32 side = passes & 1;
-      barrier_wait(shared_address(&columns.consumed[side]), (passes >> 1 & 1) ^ 1);
+      barrier_wait(shared_address(&shared.columns.consumed[side]), (passes >> 1 & 1) ^ 1);
       if (!first_pass)
-        convert_pass(plan, columns, exchange, x, buffer, side, down, rank, first, tokens, thread,
-                     kConverters * 32, 3);
+        convert_pass(shared.plan.precision[pass.rank], shared.plan.pair[pass.rank] + pass.first,
+                     pass.tokens, x, buffer, side, down, thread, kConverters * 32, 3);
       first_pass = false;
-      barrier_arrive(shared_address(&columns.converted[side]));
+      barrier_arrive(shared_address(&shared.columns.converted[side]));
       passes++;
     });
   }

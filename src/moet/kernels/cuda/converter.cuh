@@ -15,9 +15,28 @@ struct Columns {
   u32 part[MAX_TOKENS][WARPS];      // a warp's largest |x| of a token, as BF16 bits
   u32 scale[2][kMostTokens];        // of a side's tokens: a float's bits
   float inverse[2][kMostTokens];    // what undoes a token's scaling
+  u8 token0;                        // a pair of the first token: 0
+  int early;                        // the precision that a lone token's columns are for
   u64 converted[2];                 // barriers: a side's columns are there; it may be written again
   u64 consumed[2];
 };
+
+struct Sums {
+  float sum[2][WARPS / 2][kMostTokens][64];  // by warp pair, tiles of one k block
+  float inverse[2][kMostTokens];
+  u64 summed[2];  // barriers: all of a unit are there; they may be written again
+  u64 freed[2];
+};
+
+struct Shared {
+  Plan plan;
+  Columns columns;
+  Sums sums;
+  Exchange exchange;  // (in local memory it would be slow to reach while the copies run)
+  u64 ordered;              // barrier: the plan's order is there
+  u64 full[32], empty[32];  // of the ring's stages
+};
+__shared__ Shared shared;
 
 __device__ __forceinline__ u32 largest_of(uint4 v) {
   const u32 a = max(max(v.x & 0x7FFF, v.y & 0x7FFF), max(v.z & 0x7FFF, v.w & 0x7FFF));
@@ -27,15 +46,24 @@ __device__ __forceinline__ u32 largest_of(uint4 v) {
 }
 
 // The largest |x| of every token, by the consumer warps but the first, which makes the plan.
-__device__ __forceinline__ void largest_values(Columns& columns, const u16* x, int tokens) {
-  const int warp = threadIdx.x / 32;
-  for (int token = 0; token < tokens; token++) {
-    u32 largest = 0;
-    for (int k = (threadIdx.x - 32) * 8; k < HIDDEN; k += (kConsumers - 32) * 8)
-      largest =
-          max(largest, largest_of(*reinterpret_cast<const uint4*>(x + u64(token) * HIDDEN + k)));
-    largest = __reduce_max_sync(0xFFFFFFFFu, largest);
-    if (threadIdx.x % 32 == 0) columns.part[token][warp] = largest;
+__device__ __forceinline__ void largest_values(const u16* x, int tokens) {
+  constexpr int kAtOnce = 4;  // tokens, for their loads' latencies to overlap
+  for (int first = 0; first < tokens; first += kAtOnce) {
+    u32 largest[kAtOnce] = {};
+    for (int k = (threadIdx.x - 32) * 8; k < HIDDEN; k += (kConsumers - 32) * 8) {
+      uint4 v[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; i++)
+        v[i] = *reinterpret_cast<const uint4*>(x + u64(min(first + i, tokens - 1)) * HIDDEN + k);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; i++) largest[i] = max(largest[i], largest_of(v[i]));
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; i++) {
+      const u32 all = __reduce_max_sync(0xFFFFFFFFu, largest[i]);
+      if (threadIdx.x % 32 == 0 && first + i < tokens)
+        shared.columns.part[first + i][threadIdx.x / 32] = all;
+    }
   }
 }
 
@@ -103,19 +131,20 @@ struct Chunk {
   }
 };
 
-// One pass's columns on one side, by `threads` threads in whole warps that share named barrier
-// `barrier`. Not inlined: consumers and converters share its instructions, which are cold at first.
-__device__ __noinline__ void convert_pass(const Plan& plan, Columns& columns,
-                                          const Exchange& exchange, const u16* x, u32 buffer,
-                                          int side, bool down, int rank, int first, int tokens,
+// One pass's columns on one side, for the tokens of `pairs`, by `threads` threads in whole warps that
+// share named barrier `barrier`. Not inlined: consumers and converters share its instructions.
+__device__ __noinline__ void convert_pass(int precision, const u8* pairs, int tokens,
+                                          const u16* x, u32 buffer, int side, bool down,
                                           int thread, int threads, int barrier) {
+  Columns& columns = shared.columns;
+  const Exchange& exchange = shared.exchange;
   const int K = down ? INTER : HIDDEN;
-  const bool halves = plan.precision[rank] == NVFP4;
-  const u32 order = plan.precision[rank] == BASE ? 0x37261504u : 0x75316420u;
+  const bool halves = precision == NVFP4;
+  const u32 order = precision == BASE ? 0x37261504u : 0x75316420u;
   const u32 to = buffer + side * kColumnBytes;
   if (thread < 32)
     for (int token = 0; token < tokens; token++) {
-      const int pair = plan.pair[rank][first + token];
+      const int pair = pairs[token];
       u32 largest = 0;
       if (down) {
         for (int i = thread; i < kInterBlocks; i += 32) {
@@ -137,7 +166,7 @@ __device__ __noinline__ void convert_pass(const Plan& plan, Columns& columns,
   named_barrier(barrier, threads);
 #pragma unroll 1
   for (int token = 0; token < tokens; token++) {
-    const int pair = plan.pair[rank][first + token];
+    const int pair = pairs[token];
     const float scale = __uint_as_float(columns.scale[side][token]);
     // The token's first column: tokens follow one another, but NVFP4's with one column a token go
     // in pairs, so that a lane's two columns have the same scale.
@@ -157,4 +186,15 @@ __device__ __noinline__ void convert_pass(const Plan& plan, Columns& columns,
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
+}
+
+// A lone token's columns, made on side 0 while the plan is being made, for the precision of its
+// first expert, which mostly is all experts'. By the consumer warps but the first.
+__device__ __forceinline__ void convert_early(const u16* x, const int* topk_ids,
+                                              const u8* precision, u32 buffer) {
+  const int expert = topk_ids[0], thread = threadIdx.x - 32;
+  const int guess = expert >= 0 && expert < EXPERTS ? precision[expert] : BASE;
+  if (thread == 0) shared.columns.early = guess, shared.columns.token0 = 0;
+  named_barrier(4, kConsumers - 32);
+  convert_pass(guess, &shared.columns.token0, 1, x, buffer, 0, false, thread, kConsumers - 32, 4);
 }

@@ -9,6 +9,7 @@
 // Compile-time: HIDDEN, INTER, SLICES, EXPERTS, TOPK, MAX_TOKENS, WARPS, OUT_BF16.
 #include "weights.cuh"
 
+constexpr int kStageTiles = 64;  // 18 KiB
 constexpr int kDownRows = 32;
 constexpr int kHelperWarps = 1;  // the producer
 __host__ __device__ constexpr int tokens_per_pass(int) { return 8; }
@@ -20,8 +21,7 @@ struct Shared {
   Plan plan;
   float partial[2][WARPS][2][64];
   u32 launch;
-  u64 full[32];
-  u64 empty[32];
+  u64 full[32], empty[32];  // of the ring's stages
 };
 
 struct Consumer {
@@ -38,12 +38,12 @@ struct Consumer {
     using F = Format<P>;
     constexpr int kMatrices = DOWN ? 1 : 2;
     constexpr int kBlocks = DOWN ? kInterBlocks : kHiddenBlocks;
-    constexpr int kStageBlocks = DOWN ? DownStage<P>::kBlocks : F::kTiles / 2;
+    constexpr int kStageBlocks = DOWN ? DownStage<P>::kBlocks : Stage<P>::kBlocks;
     uint4 next;
     if (warp < kBlocks) next = *reinterpret_cast<const uint4*>(activations + warp * 32);
     for (int first = 0; first < kBlocks; first += kStageBlocks) {
-      barrier_wait(ring.full, ring.parity);
-      const u32 codes = ring.here, scales = codes + F::kScaleOffset;
+      barrier_wait(ring.full(), ring.parity);
+      const u32 codes = ring.here(), scales = codes + Stage<P>::kScaleOffset;
 #pragma unroll
       for (int i = 0; i < (kStageBlocks + WARPS - 1) / WARPS; i++) {
         const int local = i * WARPS + warp, block = first + local;
@@ -58,7 +58,7 @@ struct Consumer {
         }
       }
       __syncwarp();
-      if (lane == 0) barrier_arrive(ring.empty);
+      if (lane == 0) barrier_arrive(ring.empty());
       ring.advance();
     }
   }
@@ -132,13 +132,14 @@ struct Consumer {
 
   template <bool DOWN>
   __device__ void phase(const u16* x, u16* h, float limit) {
-    each_pass(shared.plan, DOWN, [&](int rank, int begin, int end, int first, int columns) {
+    each_pass(shared.plan, DOWN, [&](const Pass& pass) {
+      const int rank = pass.rank, first = pass.first, columns = pass.tokens;
       const int precision = shared.plan.precision[rank];
       if (DOWN) {
         if (warp == 0) await(rank, first, columns);
         named_barrier(1, kConsumers);
       }
-      for (int i = begin; i < end; i++)
+      for (int i = pass.unit; i < pass.end; i++)
         if (precision == BASE) unit<BASE, DOWN>(rank, i, first, columns, x, h, limit);
         else if (precision == MXFP4) unit<MXFP4, DOWN>(rank, i, first, columns, x, h, limit);
         else unit<NVFP4, DOWN>(rank, i, first, columns, x, h, limit);
@@ -153,15 +154,15 @@ decode_experts(const u16* x, const int* topk_ids, const float* topk_weights, con
   extern __shared__ __align__(128) u8 buffer[];
   __shared__ Shared shared;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const Ring ring(stages, shared_address(shared.full), shared_address(shared.empty),
-                  shared_address(buffer));
+  const Ring ring(stages, shared_address(shared.full), shared_address(buffer));
   const Launches launches{arrivals};
   if (warp == 0) {
     make_plan(shared.plan, topk_ids, tokens, address, precision);
+    order_pairs(shared.plan, tokens * TOPK, lane);
   } else if (warp == WARPS) {
     if (lane < stages) {
-      barrier_init(ring.full + lane * 8, kFullArrivals);
-      barrier_init(ring.empty + lane * 8, WARPS);
+      barrier_init(shared_address(shared.full + lane), kFullArrivals);
+      barrier_init(shared_address(shared.empty + lane), WARPS);
 #if __CUDA_ARCH__ >= 900
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");  // for the copy engine
 #endif

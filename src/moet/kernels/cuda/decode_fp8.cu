@@ -10,6 +10,7 @@
 // FP8_ACTIVATIONS; WGMMA on sm_90a, BLOCK_SCALED on sm_120a.
 #include "fp8.cuh"
 
+constexpr int kStageTiles = 64;  // 18 KiB
 constexpr int kDownRows = 64;
 constexpr int kHelperWarps = 4;  // the producer, the finisher, two converters
 // NVFP4 has two scales a k block: a token takes twice the columns, k 0..15 apart from k 16..31.
@@ -19,22 +20,13 @@ __host__ __device__ constexpr int tokens_per_pass(int precision) {
 
 #include "consumer.cuh"
 
-struct Shared {
-  Plan plan;
-  Columns columns;
-  Sums sums;
-  u32 launch;
-  u64 full[32];
-  u64 empty[32];
-};
-
-// By one warp: barriers, and the launch's number.
-__device__ __forceinline__ void initialize(Shared& shared, int stages, const Launches& launches,
-                                           int lane) {
+// By one warp.
+__device__ __forceinline__ void initialize(int stages, int lane) {
   if (lane < stages) {
     barrier_init(shared_address(shared.full + lane), kFullArrivals);
     barrier_init(shared_address(shared.empty + lane), WARPS);
   }
+  if (lane == 0) barrier_init(shared_address(&shared.ordered), 1);
   if (lane < 2) {
     barrier_init(shared_address(shared.sums.summed + lane), WARPS);
     barrier_init(shared_address(shared.sums.freed + lane), 1);
@@ -44,7 +36,6 @@ __device__ __forceinline__ void initialize(Shared& shared, int stages, const Lau
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");  // for the copy engine
 #endif
-  if (lane == 0) shared.launch = launches.number();
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -52,37 +43,45 @@ decode_experts(const u16* x, const int* topk_ids, const float* topk_weights, con
                const u8* precision, const float* factor, Word* h, Word* largest, Word* partial,
                void* out, u64* arrivals, int tokens, int stages, float limit, int add) {
   extern __shared__ __align__(128) u8 buffer[];
-  __shared__ Shared shared;
   const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const Plan& plan = shared.plan;
   const Launches launches{arrivals};
-  if (warp == 0) make_plan(shared.plan, topk_ids, tokens, address, precision);
-  else if (warp < WARPS) largest_values(shared.columns, x, tokens);
-  else if (warp == WARPS) initialize(shared, stages, launches, lane);
-  __syncthreads();
-
-  const Exchange exchange{h, largest, partial, shared.launch};
-  const Ring ring(stages, kept(shared_address(shared.full)), kept(shared_address(shared.empty)),
-                  kept(shared_address(buffer)));
+  const Ring ring(stages, shared_address(shared.full), shared_address(buffer));
   const u32 columns = ring.buffer + stages * kStageBytes;
-  if (warp == WARPS) {
-    produce(plan, ring, lane);
-  } else if (warp == WARPS + 1) {
-    Finisher finisher{plan, shared.sums, exchange, factor, lane};
-    finisher.phase<false>(limit);
-    finisher.phase<true>(limit);
-    exchange.forget(plan, tokens * TOPK, lane);
-    if (lane == 0) launches.arrive();
-  } else if (warp > WARPS + 1) {
-    Converter converter{plan, shared.columns, exchange, x, columns,
-                        int(threadIdx.x) - (WARPS + 2) * 32};
-    converter.phase(false);
-    converter.phase(true);
+  if (warp >= WARPS) {
+    if (warp == WARPS) initialize(stages, lane);
+    if (threadIdx.x == kConsumers + 32)
+      shared.exchange = Exchange{h, largest, partial, launches.number()};
+    __syncthreads();
+    if (warp == WARPS) {
+      produce(plan, ring, lane);
+    } else if (warp == WARPS + 1) {
+      order_pairs(shared.plan, tokens * TOPK, lane);
+      __syncwarp();
+      if (lane == 0) barrier_arrive(shared_address(&shared.ordered));
+      Finisher finisher{factor, lane};
+      finisher.phase<false>(limit);
+      finisher.phase<true>(limit);
+      shared.exchange.forget(plan, tokens * TOPK, lane);
+      if (lane == 0) launches.arrive();
+    } else {
+      Converter converter{x, columns, int(threadIdx.x) - (WARPS + 2) * 32};
+      converter.phase(false);
+      converter.phase(true);
+    }
   } else {
-    Consumer consumer{plan, shared.columns, shared.sums, exchange, x, ring, columns,
-                      Lane{warp, lane, lane / 4, lane % 4}};
-    consumer.phase<false>();
-    consumer.phase<true>();
-    weighted_sum(plan, exchange, topk_weights, out, tokens, add);
+    if (warp == 0) {
+      make_plan(shared.plan, topk_ids, tokens, address, precision);
+    } else {
+      largest_values(x, tokens);
+      if (tokens == 1) convert_early(x, topk_ids, precision, columns);
+    }
+    __syncthreads();
+    const int first = plan.precision[plan.first[0] % kMaxPairs];
+    Consumer consumer{x, ring, columns, Lane{warp, lane, lane / 4, lane % 4}};
+    consumer.phase<false>(tokens == 1 && shared.columns.early == first);
+    consumer.phase<true>(false);
+    barrier_wait(shared_address(&shared.ordered), 0);
+    weighted_sum(plan, shared.exchange, topk_weights, out, tokens, add);
   }
 }

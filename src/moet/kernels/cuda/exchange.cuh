@@ -51,7 +51,7 @@ struct Exchange {
   // its number for kMaxPairs launches, so that numbers may come round. By one warp.
   __device__ void forget(const Plan& plan, int pairs, int lane) const {
     const int pair = launch % kMaxPairs;
-    if (blockIdx.x || (pair < pairs && plan.rank_of[pair] != kNone)) return;
+    if (blockIdx.x || (pair < pairs && plan.chosen[pair] != kNobody)) return;
     if (h)
       for (int i = lane; i < INTER / 2; i += 32) put(h + u64(pair) * (INTER / 2) + i, 0, 0);
     for (int i = lane; i < kInterBlocks; i += 32) put(largest + pair * kInterBlocks + i, 0, 0);
@@ -99,5 +99,5 @@ __device__ __forceinline__ void weighted_sum(const Plan& plan, const Exchange& e
 __device__ __forceinline__ u16 swiglu(float gate, float up, float limit) {
   gate = fminf(gate, limit);
   up = fminf(fmaxf(up, -limit), limit);
-  return float_to_bf16(gate / (1.0f + __expf(-gate)) * up);
+  return float_to_bf16(__fdividef(gate, 1.0f + __expf(-gate)) * up);
 }

@@ -2,31 +2,25 @@
 #pragma once
 #include "converter.cuh"
 
-struct Sums {
-  float sum[2][WARPS / 2][kMostTokens][64];  // by warp pair, tiles of one k block
-  float inverse[2][kMostTokens];
-  u64 summed[2];  // barriers: all of a unit are there; they may be written again
-  u64 freed[2];
-};
-
 struct Finisher {
-  const Plan& plan;
-  Sums& sums;
-  const Exchange& exchange;
   const float* factors;  // [EXPERTS][3]
   int lane;
   u32 sequence = 0;
 
   template <bool DOWN>
   __device__ void phase(float limit) {
-    each_pass(plan, DOWN, [&](int rank, int unit, int end, int first, int tokens) {
+    const Plan& plan = shared.plan;
+    const Exchange& exchange = shared.exchange;
+    Sums& sums = shared.sums;
+    each_pass(plan, DOWN, [&](const Pass& pass) {
+      const int rank = pass.rank;
       const float* factor = factors + plan.expert[rank] * 3;
       const float gate = DOWN ? factor[2] : factor[0], up = DOWN ? gate : factor[1];
       const float undo = plan.precision[rank] == BASE ? 1.0f : 64.0f;
-      for (; unit < end; unit++) {
+      for (int unit = pass.unit; unit < pass.end; unit++) {
         const u32 side = sequence & 1;
         barrier_wait(shared_address(&sums.summed[side]), sequence >> 1 & 1);
-        for (int token = 0; token < tokens; token++) {
+        for (int token = 0; token < pass.tokens; token++) {
           float sum[2] = {0.0f, 0.0f};
 #pragma unroll
           for (int w = 0; w < WARPS / 2; w++) {
@@ -34,7 +28,7 @@ struct Finisher {
             sum[1] += sums.sum[side][w][token][32 + lane];
           }
           const float power = sums.inverse[side][token] * undo;
-          const u64 pair = plan.pair[rank][first + token];
+          const u64 pair = plan.pair[rank][pass.first + token];
           if (DOWN) {
             Word* to = exchange.partial + pair * HIDDEN + unit * 64 + lane;
             put(to, __float_as_uint(sum[0] * power * gate), exchange.launch);

@@ -17,11 +17,11 @@ constexpr int kDownUnits = HIDDEN / kDownRows;
 // An expert with more tokens than a pass takes does so many units a pass, so that it converts
 // activations seldom and reads the units again while the L2 cache has them.
 constexpr int kPassUnits = 4;
-constexpr int kNone = 0xFF;
+constexpr int kNone = 0xFF, kNobody = 0xFFFF;
 constexpr int kBitmapWords = (EXPERTS + 31) / 32;
 constexpr int kPairChunks = (kMaxPairs + 31) / 32;
 static_assert(HIDDEN % kDownRows == 0, "whole down units");
-static_assert(kMaxPairs <= 255 && kBitmapWords <= 32, "a byte an index, a lane a word");
+static_assert(TOPK <= 32 && kMaxPairs <= 255 && kBitmapWords <= 32, "lanes and bytes suffice");
 
 template <int P>
 struct Row {  // offsets in a slice
@@ -37,43 +37,29 @@ struct Row {  // offsets in a slice
 struct Plan {
   u64 address[kMaxPairs];
   u32 bitmap[kBitmapWords];
-  int ranks_before[32];      // by word of the bitmap
-  u32 before[2][kMaxPairs];  // the cost of the ranks before, gate/up and down
+  float before[kMaxPairs];     // the cost of the ranks before
   int count[kMaxPairs];
   int range[2][kMaxPairs][2];  // this block's units of gate/up and of down, by rank
   int first[2], end[2];        // the ranks that it has units of
-  u16 expert[kMaxPairs];  // by rank
+  u16 expert[kMaxPairs];       // by rank
+  u16 chosen[kMaxPairs];       // by pair, kNobody if none
   u8 precision[kMaxPairs];
-  u8 rank_of[kMaxPairs];
   u8 pair[kMaxPairs][MAX_TOKENS];
   u8 order[kMaxPairs];  // a token's pairs, ascending by expert; kNone at the end
 };
 
-// In 32 bytes. All experts of a launch stay below 2^32: 255 rows of 32 MiB, 16 passes.
-__device__ __forceinline__ u32 unit_cost(int precision, int tokens, bool down) {
+// Of an expert's gate and up, in 32 bytes a tile; its down costs half as much.
+__device__ __forceinline__ float cost_of(int precision, int tokens) {
   constexpr int kMost = tokens_per_pass(BASE), kFew = tokens_per_pass(NVFP4);
-  u32 tile = precision == BASE ? 9 : precision == MXFP4 ? 17 : 18;
-  tile *= precision == NVFP4 ? (tokens + kFew - 1) / kFew : (tokens + kMost - 1) / kMost;
-  return tile * (down ? kInterBlocks * (kDownRows / 32) : 2 * kHiddenBlocks);
+  if (precision == NVFP4) return 18 * ((tokens + kFew - 1) / kFew);
+  return (precision == BASE ? 9 : 17) * ((tokens + kMost - 1) / kMost);
 }
 
 // To about 2^-23: alike for all who ask, which is all that matters here.
-__device__ __forceinline__ float reciprocal(u32 v) {
+__device__ __forceinline__ float reciprocal(float v) {
   float d;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(float(v)));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
   return d;
-}
-
-// Where block `block`'s share of `total` begins. Rounded, but alike for all who ask.
-__device__ __forceinline__ u32 share_of(u32 total, u32 block) {
-  return block == gridDim.x ? total : u32(float(total) * (float(block) * reciprocal(gridDim.x)));
-}
-
-// The first of n units, each 1 ÷ inverse long and the first at `prefix`, that starts at or after
-// `at`, of `total` in all. Rounded likewise.
-__device__ __forceinline__ int first_unit(u32 at, u32 total, u32 prefix, float inverse, int n) {
-  if (at <= prefix) return 0;
-  return at == total ? n : min(n, int(ceilf(float(at - prefix) * inverse)));
 }
 
 // By one warp. Blocks take contiguous ranges of equal cost; what a block's gate/up units exceed its
@@ -98,117 +84,143 @@ __device__ void make_plan(Plan& plan, const int* topk_ids, int tokens, const u64
   }
   if (lane < kBitmapWords) plan.bitmap[lane] = 0;
 #pragma unroll 1
-  for (int i = lane; i < pairs; i += 32) plan.count[i] = 0, plan.order[i] = plan.rank_of[i] = kNone;
+  for (int i = lane; i < pairs; i += 32) plan.count[i] = 0, plan.order[i] = kNone, plan.chosen[i] = kNobody;
   __syncwarp();
+  int ranks = 0, rank[kPairChunks] = {};
+  if (tokens == 1) {  // whose experts differ: any order will do
+    const u32 valid = __ballot_sync(kAll, row[0] != 0);
+    ranks = __popc(valid), rank[0] = __popc(valid & ((1u << lane) - 1));
+  } else {
 #pragma unroll
-  for (int c = 0; c < kPairChunks; c++)
-    if (row[c]) atomicOr(&plan.bitmap[expert[c] / 32], 1u << (expert[c] % 32));
-  __syncwarp();
-
-  int before = lane < kBitmapWords ? __popc(plan.bitmap[lane]) : 0;
-  const int own = before;
+    for (int c = 0; c < kPairChunks; c++)
+      if (row[c]) atomicOr(&plan.bitmap[expert[c] / 32], 1u << (expert[c] % 32));
+    __syncwarp();
 #pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(kAll, before, step);
-    if (lane >= step) before += other;
+    for (int word = 0; word < kBitmapWords; word++) {
+      const u32 bits = plan.bitmap[word];
+#pragma unroll
+      for (int c = 0; c < kPairChunks; c++) {
+        const int below = expert[c] - word * 32;
+        if (below > 0) rank[c] += __popc(below < 32 ? bits & ((1u << below) - 1) : bits);
+      }
+      ranks += __popc(bits);
+    }
   }
-  plan.ranks_before[lane] = before - own;
-  const int ranks = __shfl_sync(kAll, before, 31);
-  __syncwarp();
 #pragma unroll
   for (int c = 0; c < kPairChunks; c++)
     if (row[c]) {
-      const int word = expert[c] / 32, pair = c * 32 + lane;
-      const int rank = plan.ranks_before[word] +
-                       __popc(plan.bitmap[word] & ((1u << (expert[c] % 32)) - 1));
       // The order of an expert's tokens may differ between blocks and runs: a token's column does
       // not change its result.
-      const int position = atomicAdd(&plan.count[rank], 1);
-      if (position < MAX_TOKENS) plan.pair[rank][position] = pair;
-      plan.address[rank] = row[c];
-      plan.precision[rank] = kind[c];
-      plan.expert[rank] = expert[c];
-      plan.rank_of[pair] = rank;
+      const int position = atomicAdd(&plan.count[rank[c]], 1);
+      if (position < MAX_TOKENS) plan.pair[rank[c]][position] = c * 32 + lane;
+      plan.address[rank[c]] = row[c];
+      plan.precision[rank[c]] = kind[c];
+      plan.expert[rank[c]] = expert[c];
+      plan.chosen[c * 32 + lane] = expert[c];
     }
   __syncwarp();
-#pragma unroll 1
-  for (int pair = lane; pair < pairs; pair += 32) {
-    const int rank = plan.rank_of[pair], first = pair - pair % TOPK;
-    if (rank == kNone) continue;
-    int position = first;
-    for (int i = first; i < first + TOPK; i++) position += plan.rank_of[i] < rank;
-    plan.order[position] = pair;
-  }
 
-  u32 total[2] = {0, 0};
+  float total = 0.0f, dearest = 0.0f;
 #pragma unroll 1
   for (int first = 0; first < ranks; first += 32) {
-    const int rank = first + lane;
+    const int i = first + lane;
+    const float cost = i < ranks ? cost_of(plan.precision[i], plan.count[i]) : 0.0f;
+    float scan = cost;
 #pragma unroll
-    for (int d = 0; d < 2; d++) {
-      const u32 cost = rank < ranks ? unit_cost(plan.precision[rank], plan.count[rank], d) *
-                                          (d ? kDownUnits : kGateUpUnits)
-                                    : 0;
-      u32 scan = cost;
-#pragma unroll
-      for (int step = 1; step < 32; step *= 2) {
-        const u32 other = __shfl_up_sync(kAll, scan, step);
-        if (lane >= step) scan += other;
-      }
-      if (rank < ranks) plan.before[d][rank] = total[d] + scan - cost;
-      total[d] += __shfl_sync(kAll, scan, 31);
+    for (int step = 1; step < 32; step *= 2) {
+      const float other = __shfl_up_sync(kAll, scan, step);
+      if (lane >= step) scan += other;
     }
+    if (i < ranks) plan.before[i] = total + scan - cost;
+    total += __shfl_sync(kAll, scan, 31);
+    dearest = fmaxf(dearest, __uint_as_float(__reduce_max_sync(kAll, __float_as_uint(cost))));
   }
 
-  u32 at[2] = {share_of(total[0], blockIdx.x), share_of(total[0], blockIdx.x + 1)};
+  // Neighbours must agree on the border between them: both work it out alike, from its number.
+  const float share = total * reciprocal(gridDim.x);
+  const bool level = share >= 2.1f * dearest / kGateUpUnits;
+  float at[2] = {share * blockIdx.x, share * (blockIdx.x + 1)};
 #pragma unroll 1
   for (int d = 0; d < 2; d++) {
-    u32 start[2] = {total[0], total[0]};
+    const int units = d ? kDownUnits : kGateUpUnits;
+    float start[2] = {total, total};
     int used[2] = {kNone, 0};
 #pragma unroll 1
     for (int first = 0; first < ranks; first += 32) {
-      const int rank = first + lane;
-      u32 begin[2] = {kAll, kAll};
-      if (rank < ranks) {
-        const u32 cost = unit_cost(plan.precision[rank], plan.count[rank], d);
-        const float inverse = reciprocal(cost);
-        const int units = d ? kDownUnits : kGateUpUnits;
-        const u32 prefix = plan.before[d][rank];
+      const int i = first + lane;
+      float begin[2] = {total, total};
+      if (i < ranks) {
+        const float cost = cost_of(plan.precision[i], plan.count[i]), prefix = plan.before[i];
+        const float scale = units * reciprocal(cost);
+        int range[2];
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-          const int unit = first_unit(at[i], total[d], prefix, inverse, units);
-          plan.range[d][rank][i] = unit;
-          if (unit < units) begin[i] = prefix + unit * cost;
+        for (int side = 0; side < 2; side++) {
+          const int unit = max(0, min(units, int(ceilf((at[side] - prefix) * scale))));
+          range[side] = blockIdx.x + side == gridDim.x ? units : unit;
+          if (unit < units) begin[side] = prefix + unit * cost * (1.0f / units);
+          plan.range[d][i][side] = range[side];
         }
-        if (plan.range[d][rank][0] < plan.range[d][rank][1])
-          used[0] = min(used[0], rank), used[1] = rank + 1;
+        if (range[0] < range[1]) used[0] = min(used[0], i), used[1] = i + 1;
       }
 #pragma unroll
-      for (int i = 0; i < 2; i++) start[i] = min(start[i], __reduce_min_sync(kAll, begin[i]));
+      for (int side = 0; side < 2; side++)
+        start[side] = fminf(start[side], __uint_as_float(__reduce_min_sync(
+                                             kAll, __float_as_uint(begin[side]))));
     }
     used[0] = __reduce_min_sync(kAll, used[0]), used[1] = __reduce_max_sync(kAll, used[1]);
     if (lane == 0) plan.first[d] = used[0], plan.end[d] = used[1];
-    const bool level = total[1] >= gridDim.x * (2 * unit_cost(NVFP4, 1, false));
+    if (level)
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const u32 block = blockIdx.x + i;
-      const u32 both = share_of(total[0] + total[1], block);
-      at[i] = level && block < gridDim.x ? both - min(start[i], both) : share_of(total[1], block);
-    }
+      for (int side = 0; side < 2; side++)
+        at[side] = fmaxf(0.0f, 3.0f * share * (blockIdx.x + side) - 2.0f * start[side]);
   }
 }
 
-// Calls f(rank, unit, end, first, tokens) for every pass of this block: units [unit, end) of an
-// expert for its tokens [first, first + tokens). All warps of a block walk alike.
+// A token's pairs in the order in which their outputs are added. By one warp.
+__device__ void order_pairs(Plan& plan, int pairs, int lane) {
+#pragma unroll 1
+  for (int pair = lane; pair < pairs; pair += 32) {
+    const int expert = plan.chosen[pair], first = pair - pair % TOPK;
+    if (expert == kNobody) continue;
+    int position = first;  // (a token may name an expert twice)
+    for (int i = first; i < first + TOPK; i++)
+      position += plan.chosen[i] < expert || (plan.chosen[i] == expert && i < pair);
+    plan.order[position] = pair;
+  }
+}
+
+// Units [unit, end) of an expert for its tokens [first, first + tokens).
+struct Pass {
+  int rank, unit, end, first, tokens;
+};
+
+// The passes of this block, one after another; all its warps walk alike.
+struct Passes {
+  const Plan* plan_at;
+  int down, rank, unit = -1, first = 0;
+
+  __device__ __forceinline__ Passes(const Plan& p, int d)
+      : plan_at(&p), down(d), rank(p.first[d]) {}
+
+  __device__ __forceinline__ bool next(Pass& pass) {
+    const Plan& plan = *plan_at;
+    for (; rank < plan.end[down]; rank++, unit = -1) {
+      const int begin = plan.range[down][rank][0], end = plan.range[down][rank][1];
+      if (unit < 0) unit = begin;
+      if (unit >= end) continue;
+      const int count = plan.count[rank], step = tokens_per_pass(plan.precision[rank]);
+      const int units = count <= step ? end - begin : kPassUnits;
+      pass = {rank, unit, min(unit + units, end), first, min(count - first, step)};
+      first += step;
+      if (first >= count) first = 0, unit += units;
+      return true;
+    }
+    return false;
+  }
+};
+
 template <class F>
 __device__ __forceinline__ void each_pass(const Plan& plan, int down, F f) {
-  for (int rank = plan.first[down]; rank < plan.end[down]; rank++) {
-    const int begin = plan.range[down][rank][0], end = plan.range[down][rank][1];
-    if (begin >= end) continue;
-    const int count = plan.count[rank], step = tokens_per_pass(plan.precision[rank]);
-    const int units = count <= step ? end - begin : kPassUnits;
-    for (int unit = begin; unit < end; unit += units)
-      for (int first = 0; first < count; first += step)
-        f(rank, unit, min(unit + units, end), first, min(count - first, step));
-  }
+  Passes passes(plan, down);
+  for (Pass pass; passes.next(pass);) f(pass);
 }

@@ -2,19 +2,27 @@
 #pragma once
 #include "plan.cuh"
 
+// A stage holds kStageTiles tiles of base, or half as many of FP4 and their scales.
+template <int P>
+struct Stage {
+  static constexpr int kTiles = P == BASE ? kStageTiles : kStageTiles / 2;
+  static constexpr int kScaleOffset = kTiles * Format<P>::kCodeBytes;
+  static constexpr int kBlocks = kTiles / 2;  // of gate/up
+};
+constexpr int kStageBytes = kStageTiles * (256 + 32);
+
+// Little state, for the consumers' registers are few.
 struct Ring {
-  u32 stages, full, empty, buffer;
-  u32 here;  // the stage's address
+  u32 stages, barriers, buffer;  // barriers: 32 that say full, then 32 that say empty
   u32 stage = 0, parity = 0;
 
-  __device__ Ring(u32 n, u32 full_at, u32 empty_at, u32 buffer_at)
-      : stages(n), full(full_at), empty(empty_at), buffer(buffer_at), here(buffer_at) {}
-  __device__ void advance() {
-    here += kStageBytes, full += 8, empty += 8;
-    if (++stage == stages) {
-      here = buffer, full -= stages * 8, empty -= stages * 8;
-      stage = 0, parity ^= 1;
-    }
+  __device__ Ring(u32 n, u32 barriers_at, u32 buffer_at)
+      : stages(n), barriers(barriers_at), buffer(buffer_at) {}
+  __device__ __forceinline__ u32 here() const { return buffer + stage * kStageBytes; }
+  __device__ __forceinline__ u32 full() const { return barriers + stage * 8; }
+  __device__ __forceinline__ u32 empty() const { return barriers + 256 + stage * 8; }
+  __device__ __forceinline__ void advance() {
+    if (++stage == stages) stage = 0, parity ^= 1;
   }
 };
 
@@ -33,9 +41,9 @@ struct Copier {
 #endif
 
   __device__ void begin(u32 bytes) {
-    barrier_wait(ring.empty, ring.parity ^ 1);
+    barrier_wait(ring.empty(), ring.parity ^ 1);
 #if __CUDA_ARCH__ >= 900
-    if (lane == 0) barrier_expect(ring.full, bytes);
+    if (lane == 0) barrier_expect(ring.full(), bytes);
     __syncwarp();
 #endif
   }
@@ -45,19 +53,19 @@ struct Copier {
   __device__ int first_piece() const { return lane; }
   __device__ static constexpr int piece_step() { return 32; }
   __device__ void copy(u32 offset, const u8* from, u32 bytes) {
-    bulk_copy(ring.here + offset, from, bytes, ring.full, policy);
+    bulk_copy(ring.here() + offset, from, bytes, ring.full(), policy);
   }
 #else
   __device__ int first_piece() const { return 0; }
   __device__ static constexpr int piece_step() { return 1; }
   __device__ void copy(u32 offset, const u8* from, u32 bytes) {
-    warp_copy(ring.here + offset, from, bytes, lane);
+    warp_copy(ring.here() + offset, from, bytes, lane);
   }
 #endif
 
   __device__ void end() {
 #if __CUDA_ARCH__ < 900
-    barrier_arrive_after_copies(ring.full);
+    barrier_arrive_after_copies(ring.full());
 #endif
     ring.advance();
   }
@@ -68,26 +76,26 @@ __device__ void produce_gate_up(Copier& to, const u8* row, int unit) {
   using F = Format<P>;
   const u8* slice = row + (unit / kSliceBlocks) * Row<P>::kSliceBytes;
   const u32 first = (unit % kSliceBlocks) * (2 * kHiddenBlocks);
-  for (int tile = 0; tile < 2 * kHiddenBlocks; tile += F::kTiles) {
-    const u32 tiles = min(F::kTiles, 2 * kHiddenBlocks - tile);
+  for (int tile = 0; tile < 2 * kHiddenBlocks; tile += Stage<P>::kTiles) {
+    const u32 tiles = min(Stage<P>::kTiles, 2 * kHiddenBlocks - tile);
     to.begin(tiles * (F::kCodeBytes + F::kScaleBytes));
     for (int piece = to.first_piece(); piece < 2; piece += to.piece_step())
       if (piece == 0)
         to.copy(0, slice + (first + tile) * F::kCodeBytes, tiles * F::kCodeBytes);
       else
-        to.copy(F::kScaleOffset,
+        to.copy(Stage<P>::kScaleOffset,
                 slice + Row<P>::kGateUpScales + (first + tile) * F::kScaleBytes,
                 tiles * F::kScaleBytes);
     to.end();
   }
 }
 
-// A stage holds k blocks of kDownRows / 32 row groups: slice by slice where whole slices fit (a
-// slice's row groups are contiguous, so that is one copy), else row group by row group.
+// A stage of down holds k blocks of kDownRows / 32 row groups: slice by slice where whole slices fit
+// (a slice's row groups are contiguous, so that is one copy), else row group by row group.
 template <int P>
 struct DownStage {
   static constexpr int kGroups = kDownRows / 32;
-  static constexpr int kMost = Format<P>::kTiles / kGroups;
+  static constexpr int kMost = Stage<P>::kTiles / kGroups;
   static constexpr bool kBySlice = kSliceBlocks <= kMost;
   static constexpr int kBlocks = kBySlice ? kMost / kSliceBlocks * kSliceBlocks : kMost;
 
@@ -102,30 +110,30 @@ struct DownStage {
 template <int P>
 __device__ void produce_down(Copier& to, const u8* row, int unit) {
   using F = Format<P>;
-  using Stage = DownStage<P>;
-  for (int block = 0; block < kInterBlocks; block += Stage::kBlocks) {
-    const int end = min(block + Stage::kBlocks, kInterBlocks);
-    to.begin((end - block) * Stage::kGroups * (F::kCodeBytes + F::kScaleBytes));
+  using Down = DownStage<P>;
+  for (int block = 0; block < kInterBlocks; block += Down::kBlocks) {
+    const int end = min(block + Down::kBlocks, kInterBlocks);
+    to.begin((end - block) * Down::kGroups * (F::kCodeBytes + F::kScaleBytes));
     // Piece 2i is the codes and 2i + 1 the scales of the stage's i-th run of tiles.
-    constexpr int kRuns = Stage::kBySlice ? Stage::kBlocks / kSliceBlocks
-                                          : Stage::kGroups * (Stage::kBlocks / kSliceBlocks + 2);
+    constexpr int kRuns = Down::kBySlice ? Down::kBlocks / kSliceBlocks
+                                          : Down::kGroups * (Down::kBlocks / kSliceBlocks + 2);
     for (int piece = to.first_piece(); piece < 2 * kRuns; piece += to.piece_step()) {
       const int run = piece / 2;
-      const int group = Stage::kBySlice ? 0 : run % Stage::kGroups;
-      const int slice = block / kSliceBlocks + (Stage::kBySlice ? run : run / Stage::kGroups);
+      const int group = Down::kBySlice ? 0 : run % Down::kGroups;
+      const int slice = block / kSliceBlocks + (Down::kBySlice ? run : run / Down::kGroups);
       const int begin = max(slice * kSliceBlocks, block);
       const int blocks = min((slice + 1) * kSliceBlocks, end) - begin;
       if (blocks <= 0) continue;
-      const u32 tiles = blocks * (Stage::kBySlice ? Stage::kGroups : 1);
-      const u32 place = Stage::tile(group, begin - block);
+      const u32 tiles = blocks * (Down::kBySlice ? Down::kGroups : 1);
+      const u32 place = Down::tile(group, begin - block);
       const u32 first =
-          (unit * Stage::kGroups + group) * kSliceBlocks + (begin - slice * kSliceBlocks);
+          (unit * Down::kGroups + group) * kSliceBlocks + (begin - slice * kSliceBlocks);
       const u8* from = row + slice * Row<P>::kSliceBytes;
       if (piece % 2 == 0)
         to.copy(place * F::kCodeBytes, from + Row<P>::kDownCodes + first * F::kCodeBytes,
                 tiles * F::kCodeBytes);
       else
-        to.copy(F::kScaleOffset + place * F::kScaleBytes,
+        to.copy(Stage<P>::kScaleOffset + place * F::kScaleBytes,
                 from + Row<P>::kDownScales + first * F::kScaleBytes, tiles * F::kScaleBytes);
     }
     to.end();
@@ -146,12 +154,12 @@ __device__ void produce(const Plan& plan, Ring ring, int lane) {
   Copier to{ring, lane};
 #endif
   for (int down = 0; down < 2; down++)
-    each_pass(plan, down, [&](int rank, int unit, int end, int, int) {
-      const u8* row = reinterpret_cast<const u8*>(plan.address[rank]);
-      const int precision = plan.precision[rank];
-      if (precision == BASE) produce_units<BASE>(to, down, row, unit, end);
-      else if (precision == MXFP4) produce_units<MXFP4>(to, down, row, unit, end);
-      else produce_units<NVFP4>(to, down, row, unit, end);
+    each_pass(plan, down, [&](const Pass& pass) {
+      const u8* row = reinterpret_cast<const u8*>(plan.address[pass.rank]);
+      const int precision = plan.precision[pass.rank];
+      if (precision == BASE) produce_units<BASE>(to, down, row, pass.unit, pass.end);
+      else if (precision == MXFP4) produce_units<MXFP4>(to, down, row, pass.unit, pass.end);
+      else produce_units<NVFP4>(to, down, row, pass.unit, pass.end);
     });
 #if __CUDA_ARCH__ < 900
   asm volatile("cp.async.wait_all;" ::: "memory");

@@ -9,14 +9,9 @@ template <int P>
 struct Format {
   static constexpr int kCodeBytes = P == BASE ? 256 : 512;  // of a 32 × 32 tile
   static constexpr int kScaleBytes = P == NVFP4 ? 64 : 32;
-  // What a stage of the ring holds: 64 tiles of base, 32 of FP4, 18 KiB at most.
-  static constexpr int kTiles = P == BASE ? 64 : 32;
-  static constexpr int kScaleOffset = kTiles * kCodeBytes;
   // Decoded value × activation = true product ÷ kFactor.
   static constexpr float kFactor = P == BASE ? 4.0f : P == MXFP4 ? 0x1p26f : 0x1p8f;
 };
-constexpr int kStageBytes = 64 * 256 + 64 * 32;
-static_assert(kStageBytes >= 32 * 512 + 32 * 64, "an FP4 stage fits");
 
 // Base: sign and magnitude bit of BF16 values ¼ and 1, whose exponents 125 and 127 differ in one
 // bit, bit 8. Pair i's signs are at 15 − 2i and 31 − 2i and go to 15 and 31; its magnitudes, 3 bits
