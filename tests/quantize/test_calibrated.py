@@ -22,7 +22,14 @@ from moet.quantize import (
 )
 from moet.quantize.feedback import best_scale, error_feedback, inverse_factor
 from moet.quantize.refine import descend, fit_scales
-from moet.quantize.rounding import Draft, draft_of, factor_of, nearest_levels, round_scale
+from moet.quantize.rounding import (
+    BlockScale,
+    Draft,
+    draft_of,
+    factor_of,
+    levels_of,
+    round_scale,
+)
 
 HIDDEN, INNER, EXPERTS, TOKENS = 64, 32, 4, 600
 LEVELS = ("scales", "gptq", "sequential")
@@ -338,5 +345,8 @@ def test_rounding_of_scales_is_to_the_nearest_allowed() -> None:
 
 
 def test_nearest_levels() -> None:
-    weight = torch.tensor([[0.0, 2.4, 2.6, -2.4, -2.6, -0.1, 9.0, -1.0]])
-    assert nearest_levels(weight, torch.ones(1, 1)).tolist() == [[1, 1, 4, -1, -4, -1, 4, -1]]
+    weight = torch.tensor([0.0, 2.4, 2.6, -2.4, -2.6, -0.1, 9.0, -1.0])
+    values, scale = torch.empty(8), torch.full((8,), 2.0)
+    BlockScale.of(scale).nearest(2 * weight, out=values)
+    assert values.tolist() == [2, 2, 8, -2, -8, -2, 8, -2]
+    assert levels_of(values[:, None], scale[:, None])[:, 0].tolist() == [1, 1, 4, -1, -4, -1, 4, -1]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moet.quantize.base import BLOCK, SCALE_MAX_BYTE, SCALE_MIN_BYTE
-from moet.quantize.rounding import Draft, nearest_levels, scale_table
+from moet.quantize.rounding import BlockScale, Draft, levels_of, scale_table
 
 # E4M3 numbers from 0.55 max|w| down to 1/16 of it and less.
 _CANDIDATES = 32
@@ -78,19 +78,18 @@ def error_feedback(weight: Tensor, inverse: Tensor, factor: Tensor) -> Draft:
         cost = u.diagonal().square().reciprocal()
         scale = best_scale(block, cost, factor)
         scales[:, start // BLOCK] = scale[:, 0]
-        spread = u / u.diagonal()[:, None]
-        errors = torch.empty_like(block)
+        spread = (u / u.diagonal()[:, None])[:, :, None]
+        rounding = BlockScale.of(scale[:, 0])
         # Columns as rows, so that each is contiguous.
         columns = block.T.contiguous()
-        flat = scale[:, 0]
+        values, errors = torch.empty_like(columns), torch.empty_like(columns)
         for j in range(BLOCK):
-            level = nearest_levels(columns[j], flat)
-            error = columns[j] - level * flat
-            levels[:, start + j] = level
-            errors[:, j] = error
-            columns[j + 1 :] -= spread[j, j + 1 :, None] * error
+            rounding.nearest(columns[j], out=values[j])
+            torch.sub(columns[j], values[j], out=errors[j])
+            columns[j + 1 :].addcmul_(spread[j, j + 1 :], errors[j], value=-1)
+        levels[:, start:stop] = levels_of(values.T, scale)
         if stop < k:
-            open_[:, stop:] -= (errors / u.diagonal()) @ inverse[start:stop, stop:]
+            open_[:, stop:] -= (errors.T / u.diagonal()) @ inverse[start:stop, stop:]
     return Draft(levels, scales, factor)
 
 

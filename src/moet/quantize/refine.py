@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from moet.quantize.base import BLOCK
-from moet.quantize.rounding import Draft, nearest_levels, round_scale
+from moet.quantize.rounding import BlockScale, Draft, levels_of, round_scale
 
 _RIDGE = 1e-3  # of the mean diagonal: pulls a scale that the data does not determine to what it was
-_TIE = 1 - 1e-4  # errors closer than this are taken for equal
+_KEEP = 1e-4  # of its size, by which a code's present value is favoured
 _CHUNK = 2**24  # elements of the normal matrices [rows, K / 32, K / 32] at once
 
 
@@ -59,25 +59,24 @@ def descend(draft: Draft, target: Tensor, hessian: Tensor) -> Draft:
 
     Never increases the error but for rounding of float32. hessian: its diagonal must be positive.
     """
-    k = target.shape[1]
     levels = draft.levels.clone()
     slope = (draft.values() - target) @ hessian
-    diagonal = hessian.diagonal()
-    for b in range(k // BLOCK):
+    steps = hessian.diagonal().reciprocal().tolist()
+    for b in range(target.shape[1] // BLOCK):
         at = slice(b * BLOCK, (b + 1) * BLOCK)
-        scale = draft.scale[:, b]
-        inner = hessian[at, at]
-        slopes, current = slope[:, at].T.contiguous(), levels[:, at].T.contiguous()
-        change = torch.empty_like(slopes)
+        scale = draft.scale[:, b : b + 1]
+        rounding = BlockScale.of(scale[:, 0])
+        inner = hessian[at, at, None]
+        old = (levels[:, at] * scale).T.contiguous()
+        slopes, change = slope[:, at].T.contiguous(), torch.empty_like(old)
+        new = torch.empty_like(old)
+        # A weight whose input is never used has no best sign; it keeps the one it has.
+        favoured = old * (1 + _KEEP)
         for j in range(BLOCK):
-            best = current[j] * scale - slopes[j] / diagonal[b * BLOCK + j]
-            level = nearest_levels(best, scale)
-            # A weight whose input is never used has no best sign; it keeps the one it has.
-            better = (best - level * scale).abs() < _TIE * (best - current[j] * scale).abs()
-            level = torch.where(better, level, current[j])
-            change[j] = (level - current[j]) * scale
-            current[j] = level
-            slopes[j + 1 :] += inner[j, j + 1 :, None] * change[j]
-        levels[:, at] = current.T
+            best = torch.sub(favoured[j], slopes[j], alpha=steps[b * BLOCK + j])
+            rounding.nearest(best, out=new[j])
+            torch.sub(new[j], old[j], out=change[j])
+            slopes[j + 1 :].addcmul_(inner[j, j + 1 :], change[j])
+        levels[:, at] = levels_of(new.T, scale)
         slope += change.T @ hessian[at]
     return Draft(levels, draft.scale, draft.factor)

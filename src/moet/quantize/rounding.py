@@ -57,9 +57,31 @@ def factor_of(weight: Tensor) -> Tensor:
     return torch.full((len(weight), 1), factor, device=weight.device)
 
 
-def nearest_levels(weight: Tensor, scale: Tensor) -> Tensor:
-    """±1 or ±4, float32, whichever times `scale` is nearest; `scale` broadcasts. 0 counts as +."""
-    return torch.where(weight.abs() > 2.5 * scale, 4.0, 1.0) * torch.where(weight < 0, -1.0, 1.0)
+@dataclass(frozen=True)
+class BlockScale:
+    """One block's scale of every row, float32 [N], and what rounding to it needs.
+
+    Rounding goes column by column, so on a GPU the number of operations is the time it takes.
+    """
+
+    small: Tensor
+    big: Tensor
+    middle: Tensor
+
+    @classmethod
+    def of(cls, scale: Tensor) -> BlockScale:
+        return cls(scale, 4 * scale, 2.5 * scale)
+
+    def nearest(self, weight: Tensor, out: Tensor) -> None:
+        """Writes the nearest of ±scale, ±4 · scale into `out`; 0 keeps its sign bit."""
+        size = torch.where(weight.abs() > self.middle, self.big, self.small)
+        torch.copysign(size, weight, out=out)
+
+
+def levels_of(values: Tensor, scale: Tensor) -> Tensor:
+    """±1 or ±4, float32 [N, 32], of values that are such multiples of `scale` [N, 1]."""
+    big = values.abs() > 2.5 * scale
+    return torch.copysign(torch.where(big, 4.0, 1.0), values)
 
 
 def round_scale(scale: Tensor, factor: Tensor) -> Tensor:
