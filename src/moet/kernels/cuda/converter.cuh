@@ -193,7 +193,7 @@ __device__ __noinline__ void convert_pass(int precision, const u8* pairs, int to
 __device__ __forceinline__ void convert_early(const u16* x, const int* topk_ids,
                                               const u8* precision, u32 buffer) {
   const int expert = topk_ids[0], thread = threadIdx.x - 32;
-  const int guess = expert >= 0 && expert < EXPERTS ? precision[expert] : BASE;
+  const int guess = expert >= 0 && expert < EXPERTS ? precision[expert] & ~kRemote : BASE;
   if (thread == 0) shared.columns.early = guess, shared.columns.token0 = 0;
   named_barrier(4, kConsumers - 32);
   convert_pass(guess, &shared.columns.token0, 1, x, buffer, 0, false, thread, kConsumers - 32, 4);

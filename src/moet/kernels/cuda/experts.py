@@ -19,6 +19,10 @@ from moet.kernels.cuda.target import Target
 PRECISION_CODES = {Precision.BASE: 0, Precision.MXFP4: 1, Precision.NVFP4: 2}
 """Values of the precision table; `enum Precision` of weights.cuh."""
 
+REMOTE = 0x80
+"""Added to a precision where the row lies in host memory: its work is spread differently, its
+result is the same."""
+
 DECODE_TOKENS = 16
 _WARPS = 16
 _STAGE_BYTES = 18 * 1024
@@ -131,8 +135,8 @@ class CudaExperts:
 
         x: bfloat16 [T, hidden]. topk_ids: int32 [T, k], −1 skipped. topk_weights: float32 [T, k].
         address_table: int64 [E], where the rank's run of slices of each expert's row begins, 0 =
-        skip. precision_table: uint8 [E] of PRECISION_CODES. factor_table: float32 [E, 3].
-        out: [T, hidden] of the instance's dtype. All contiguous, on the instance's device. Rows may
+        skip. precision_table: uint8 [E] of PRECISION_CODES, + REMOTE for rows in host memory.
+        factor_table: float32 [E, 3]. out: [T, hidden] of the instance's dtype. All contiguous, on the instance's device. Rows may
         lie in GPU memory or in pinned host memory. Beyond 16 tokens, every 16 read their experts
         again.
         """

@@ -14,6 +14,10 @@ constexpr int kSliceBlocks = INTER / SLICES / 32;
 // A unit of gate/up is a row group of both; one of down is kDownRows rows.
 constexpr int kGateUpUnits = kInterBlocks;
 constexpr int kDownUnits = HIDDEN / kDownRows;
+// The precision table marks rows in host memory with this bit. PCIe is slow, but so few blocks
+// saturate it that the others can do the rest meanwhile: remote rows get this many blocks' time.
+constexpr int kRemote = 0x80;
+constexpr float kRemoteBlocks = 8.0f;
 // An expert with more tokens than a pass takes does so many units a pass, so that it converts
 // activations seldom and reads the units again while the L2 cache has them.
 constexpr int kPassUnits = 4;
@@ -38,6 +42,7 @@ struct Plan {
   u64 address[kMaxPairs];
   u32 bitmap[kBitmapWords];
   float before[kMaxPairs];     // the cost of the ranks before
+  bool remote[kMaxPairs];
   int count[kMaxPairs];
   int range[2][kMaxPairs][2];  // this block's units of gate/up and of down, by rank
   int first[2], end[2];        // the ranks that it has units of
@@ -114,17 +119,39 @@ __device__ void make_plan(Plan& plan, const int* topk_ids, int tokens, const u64
       const int position = atomicAdd(&plan.count[rank[c]], 1);
       if (position < MAX_TOKENS) plan.pair[rank[c]][position] = c * 32 + lane;
       plan.address[rank[c]] = row[c];
-      plan.precision[rank[c]] = kind[c];
+      plan.precision[rank[c]] = kind[c] & ~kRemote;
+      plan.remote[rank[c]] = kind[c] & kRemote;
       plan.expert[rank[c]] = expert[c];
       plan.chosen[c * 32 + lane] = expert[c];
     }
   __syncwarp();
 
+  const auto cost_at = [&](int i) { return cost_of(plan.precision[i], plan.count[i]); };
+  float weight = 1.0f;  // of remote rows
+  bool any = false;
+#pragma unroll
+  for (int c = 0; c < kPairChunks; c++) any |= row[c] && kind[c] & kRemote;
+  if (__any_sync(kAll, any)) {
+    float all = 0.0f, remote = 0.0f;
+    for (int i = lane; i < ranks; i += 32) {
+      all += cost_at(i);
+      if (plan.remote[i]) remote += cost_at(i);
+    }
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) {
+      all += __shfl_xor_sync(kAll, all, step);
+      remote += __shfl_xor_sync(kAll, remote, step);
+    }
+    const float blocks = fminf(kRemoteBlocks, 0.5f * gridDim.x);
+    weight = fmaxf(1.0f, blocks / (gridDim.x - blocks) * (all - remote) / remote);
+  }
+  const auto weighted = [&](int i) { return cost_at(i) * (plan.remote[i] ? weight : 1.0f); };
+
   float total = 0.0f, dearest = 0.0f;
 #pragma unroll 1
   for (int first = 0; first < ranks; first += 32) {
     const int i = first + lane;
-    const float cost = i < ranks ? cost_of(plan.precision[i], plan.count[i]) : 0.0f;
+    const float cost = i < ranks ? weighted(i) : 0.0f;
     float scan = cost;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
@@ -150,7 +177,7 @@ __device__ void make_plan(Plan& plan, const int* topk_ids, int tokens, const u64
       const int i = first + lane;
       float begin[2] = {total, total};
       if (i < ranks) {
-        const float cost = cost_of(plan.precision[i], plan.count[i]), prefix = plan.before[i];
+        const float cost = weighted(i), prefix = plan.before[i];
         const float scale = units * reciprocal(cost);
         int range[2];
 #pragma unroll
