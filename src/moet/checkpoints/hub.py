@@ -81,8 +81,9 @@ class HubShards(Shards):
         self._headers: dict[str, bytes] = {}
         self._kept: dict[str, dict[int, Tensor]] = {}
         weakref.finalize(self, close_files, self._open)
-        missing = [size for file, size in sizes.items() if self._cached(file) is None]
-        self.room = max(missing, default=0) if directory else sum(missing)
+        if directory is not None:
+            missing = (size for file, size in sizes.items() if self._cached(file) is None)
+            self.room = max(missing, default=0)
 
     @property
     def files(self) -> Sequence[str]:
