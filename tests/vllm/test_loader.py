@@ -1,5 +1,6 @@
 """The loader: every dense tensor, no expert tensor, and no byte of one read."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +14,18 @@ from moet.vllm import loader
 from tests.fixtures.checkpoints import write_checkpoint
 
 
-@pytest.mark.parametrize("format", ["bf16", "fp8_block", "nvfp4"])
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe", "glm4_moe"])
+CASES = [
+    *itertools.product(["deepseek_v3", "qwen3_moe", "glm4_moe"], ["bf16", "fp8_block", "nvfp4"]),
+    ("deepseek_v4", "mxfp4"),
+    ("gpt_oss", "mxfp4"),
+    ("kimi_k25", "int4_group"),
+    ("llama4", "bf16"),
+    ("minimax_m2", "fp8_block"),
+    ("qwen3_next", "bf16"),
+]
+
+
+@pytest.mark.parametrize(("family", "format"), CASES)
 def test_dense_tensors_only(tmp_path, monkeypatch, family, format):
     path = write_checkpoint(tmp_path, family, format)
     read = []
@@ -44,9 +55,14 @@ def test_dense_tensors_only(tmp_path, monkeypatch, family, format):
     for file in files:
         with safe_open(file, "pt") as tensors:
             everything |= set(tensors.keys())
-    assert set(names) == {name for name in everything if ".experts." not in name}
+    # Biases are parameters of vLLM's, though they are experts'.
+    assert set(names) == {
+        name for name in everything if ".experts." not in name or name.endswith("_bias")
+    }
     assert read == names
-    assert any(".shared_experts." in name for name in names) == (family != "qwen3_moe")
+    assert any(name.endswith("gate_up_proj_bias") for name in names) == (family == "gpt_oss")
+    if family in ("deepseek_v3", "glm4_moe"):
+        assert any(".shared_experts." in name for name in names)
 
 
 def test_values_and_prefix(tmp_path):
