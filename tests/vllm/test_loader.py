@@ -13,7 +13,6 @@ from moet.errors import CheckpointError
 from moet.vllm import loader
 from tests.fixtures.checkpoints import write_checkpoint
 
-
 CASES = [
     *itertools.product(["deepseek_v3", "qwen3_moe", "glm4_moe"], ["bf16", "fp8_block", "nvfp4"]),
     ("deepseek_v4", "mxfp4"),
