@@ -10,6 +10,7 @@ import os
 import shutil
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ from moet.errors import CheckpointError
 SCHEME = "hf://"
 CONFIGS = ("config.json", "hf_quant_config.json", INDEX)
 KEEP_LIMIT = 1 << 30  # bytes of experts between two shards that are kept in memory, not on disk
+_CONNECTIONS = 8  # that ask for headers at once
 _HEADER_GUESS = 1 << 18  # most headers come with the first request
 # What a served checkpoint consists of besides its shards.
 _SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
@@ -92,10 +94,15 @@ class HubShards(Shards):
     def size(self, file: str) -> int:
         return self._sizes[file]
 
-    def header(self, file: str) -> Header:
-        header = parse_header(file, self._sizes[file], _Ranges(self._url(file), self._repository))
-        self._headers[file] = header.raw
-        return header
+    def headers(self) -> list[Header]:
+        def request(file: str) -> Header:
+            ranges = _Ranges(self._url(file), self._repository)
+            return parse_header(file, self._sizes[file], ranges)
+
+        with ThreadPoolExecutor(_CONNECTIONS) as pool:
+            headers = list(pool.map(request, self._sizes))
+        self._headers = {header.file: header.raw for header in headers}
+        return headers
 
     def read(self, ref: TensorRef, buffer: Tensor) -> None:
         kept = self._kept.get(ref.file, {}).get(ref.offset)

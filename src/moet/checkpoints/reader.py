@@ -80,6 +80,7 @@ class Checkpoint:
             raise CheckpointError(
                 f"{path} is not a directory.", "Give the directory of a downloaded checkpoint."
             )
+        read_json(path / "config.json")  # what is missing first should be said first
         table = weight_map(path)
         shards = LocalShards(path, sorted(set(table.values())) if table else [SINGLE])
         try:
@@ -108,7 +109,7 @@ class Checkpoint:
         declared = family.declared_format(
             config, read_json(modelopt)[1] if modelopt.exists() else None
         )
-        headers = [shards.header(file) for file in shards.files]
+        headers = shards.headers()
         tensors = collect_tensors(headers, table)
         geometry, layers = match_experts(family, geometry, tensors, declared)
         return cls(

@@ -39,8 +39,8 @@ class Shards(ABC):
         """Bytes of a file."""
 
     @abstractmethod
-    def header(self, file: str) -> Header:
-        """A file's header; raises CheckpointError."""
+    def headers(self) -> list[Header]:
+        """The files' headers, in the order of `files`; raises CheckpointError."""
 
     @abstractmethod
     def read(self, ref: TensorRef, buffer: Tensor) -> None:
@@ -93,8 +93,8 @@ class LocalShards(Shards):
     def size(self, file: str) -> int:
         return self._sizes[file]
 
-    def header(self, file: str) -> Header:
-        return read_header(file, self._open[file])
+    def headers(self) -> list[Header]:
+        return [read_header(file, fd) for file, fd in self._open.items()]
 
     def read(self, ref: TensorRef, buffer: Tensor) -> None:
         if not self._open:
