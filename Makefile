@@ -19,8 +19,8 @@ test: setup lint types check-tables   ## everything CI checks
 test-fast: setup   ## the tests that boot no server
 	$(PY) -m pytest -m "not gpu and not server"
 
-gpu-test: ## the tests that need an NVIDIA GPU
-	python3 -m pytest -m gpu tests/gpu
+gpu-test: ## the tests that need an NVIDIA GPU (writes bench/results/)
+	PYTHONPATH=src python3 scripts/gpu_test.py
 
 lint: setup     ## ruff: errors and formatting
 	.venv/bin/ruff check .

@@ -1,0 +1,48 @@
+"""Runs the tests that need an NVIDIA GPU and writes what they said to bench/results/.
+
+    python scripts/gpu_test.py [PYTEST ARGUMENTS]
+
+The file, gpu-tests-<gpu>.json, has one row a test: its name, outcome and seconds.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "src"))
+
+from moet.bench.results import write_result
+
+
+class Outcomes:
+    """Collects each test's outcome: of its call, or of what kept it from being called."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, object]] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or not report.passed:
+            self.rows.append(
+                {
+                    "test": report.nodeid,
+                    "outcome": report.outcome,
+                    "seconds": round(report.duration, 2),
+                }
+            )
+
+
+def main() -> int:
+    outcomes = Outcomes()
+    status = pytest.main(["-q", "-m", "gpu", "tests/gpu", *sys.argv[1:]], plugins=[outcomes])
+    gpu = torch.cuda.get_device_name().split()[-1].lower()
+    path = Path("bench/results") / f"gpu-tests-{gpu}.json"
+    write_result(path, outcomes.rows, {"gpu": torch.cuda.get_device_name()})
+    return int(status)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
