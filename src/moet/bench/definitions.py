@@ -56,6 +56,29 @@ TABLES: Tables = {
         ),
         keep=lambda row: row["op"] == "decode" and row["model"] == "DeepSeek-V4-Flash",
     ),
+    "peers-h200": Table(
+        "peers-h200.json",
+        (
+            Column("operator", text("peer")),
+            Column("weights", text("precision")),
+            Column("tokens", number("tokens")),
+            Column("µs", number("us", 1)),
+            Column("of HBM read bandwidth", number("fraction_of_hbm", 0, 100, " %")),
+        ),
+        keep=lambda row: row["model"] == "DeepSeek-V4-Flash" and row["tokens"] in (1, 16, 4096),
+    ),
+    "kernels-history": Table(
+        "kernels-history.json",
+        (
+            Column("version", text("version")),
+            Column("predicted", text("predicted")),
+            Column("1 token", number("us_1", 1)),
+            Column("4", number("us_4", 1)),
+            Column("8", number("us_8")),
+            Column("16", number("us_16")),
+            Column("found", text("found")),
+        ),
+    ),
     "packing": Table(
         "packing-cpu.json",
         (
