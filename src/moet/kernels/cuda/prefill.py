@@ -1,4 +1,4 @@
-"""The routed experts of a layer for many tokens: device tables in, device tensor out, no host sync."""
+"""The routed experts of a layer for many tokens, on device tables, without host sync."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class PrefillExperts:
             self._e4m3 = fp8_activations and (properties.major, properties.minor) >= (8, 9)
             self._source = "prefill_sm90.cu" if target.wgmma else "prefill.cu"
             defines = shape.defines() | target.defines() | {
-                "E4M3_PARTS": int(self._e4m3), "OUT_BF16": int(out_dtype is torch.bfloat16)
+                "FP8_ACTIVATIONS": int(self._e4m3), "OUT_BF16": int(out_dtype is torch.bfloat16)
             }  # fmt: skip
             around = cached_cubin("prefill_prepare.cu", target.architecture, defines)
             self._prepare = Kernel(around, "prepare")

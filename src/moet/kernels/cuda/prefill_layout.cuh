@@ -1,7 +1,7 @@
 // The work of a prefill call, and where an expert's tiles lie in memory and in a stage.
 //
-// Compile-time: HIDDEN, INTER, SLICES, EXPERTS, TOPK, E4M3_PARTS: what a base row's activations are
-// (0: BF16; 1: E4M3; 2: two E4M3 columns a token, hi and 16 · lo, which have BF16's precision).
+// Compile-time: HIDDEN, INTER, SLICES, EXPERTS, TOPK, and FP8_ACTIVATIONS: whether the activations of
+// base rows are E4M3.
 #pragma once
 #include "fp8.cuh"
 
@@ -28,10 +28,7 @@ struct State {
 // BF16 of either kind: position 16s + 8c + 2t + i holds k = 8t + 4s + 2c + i (base) or
 // k = 8t + 2s + c + 4i (FP4). E4M3: position 16s + 4t + i holds k = 8t + {4, 0, 5, 1}[i] + 2s.
 __host__ __device__ constexpr bool in_e4m3(int precision) {
-  return E4M3_PARTS > 0 && precision == BASE;
-}
-__host__ __device__ constexpr int parts(int precision) {
-  return in_e4m3(precision) && E4M3_PARTS == 2 ? 2 : 1;
+  return FP8_ACTIVATIONS && precision == BASE;
 }
 
 template <int P>
@@ -80,6 +77,19 @@ struct Stage {
 struct Item {
   Tile tile;
   int row_tile;
+};
+
+// Of a launch of gate/up or of down.
+struct Arguments {
+  const State* state;
+  const Tile* tiles;
+  int* taken;
+  const int* sorted;
+  const u8* base;     // activations of base rows, by token (gate/up) or sorted position (down)
+  const u8* fp4;      // and of FP4 rows
+  const float* scale;  // of base's rows in E4M3
+  u8* out;            // h by sorted position, or the experts' outputs by pair
+  float limit;
 };
 
 template <int P>

@@ -5,6 +5,7 @@
 
 constexpr u32 kAll = 0xFFFFFFFFu;
 constexpr int kThreads = 1024;
+constexpr int kRemote = 0x80;  // the precision table's mark of rows in host memory
 
 // ---- routing: by one block ----
 
@@ -73,7 +74,7 @@ __device__ void route(const int* topk_ids, int pairs, const u64* address, const 
     const float* f = factor + expert * 3;
     for (int i = 0; i < parts; i++)
       tiles[at + i] = {row, before + i * size, min(size, own - i * size), {f[0], f[1], f[2]},
-                       precision[expert]};
+                       precision[expert] & ~kRemote};
   }
   each_pair(count, topk_ids, pairs, [&](int pair, int e, u32 same) {
     const int leader = __ffs(same) - 1;
@@ -86,8 +87,8 @@ __device__ void route(const int* topk_ids, int pairs, const u64* address, const 
 
 // ---- activations ----
 
-#if E4M3_PARTS
-// One row of K values as E4M3: a scale a row (two parts: a power of two). By one warp.
+#if FP8_ACTIVATIONS
+// One row of K values as E4M3: a scale a row. By one warp.
 // word(block, t, j): the pair of values k = 8t + j and k + 1, j even.
 template <int K, class Word>
 __device__ void row_to_e4m3(Word word, u8* to, float* scale_to, int lane) {
@@ -97,43 +98,20 @@ __device__ void row_to_e4m3(Word word, u8* to, float* scale_to, int lane) {
     largest = max(largest, max(v & 0x7FFF, v >> 16 & 0x7FFF));
   }
   largest = __reduce_max_sync(kAll, largest);
-  float scale, inverse;
-  if (E4M3_PARTS == 2) {  // the largest comes into [128, 256)
-    const int exponent = largest >> 7;
-    scale = __uint_as_float(u32(min(max(261 - exponent, 1), 254)) << 23);
-    inverse = __uint_as_float(u32(min(max(exponent - 7, 0), 253)) << 23);
-  } else {
-    inverse = __uint_as_float(largest << 16) * (1.0f / 448.0f);
-    scale = inverse > 0x1p-120f ? 1.0f / inverse : 0.0f;
-  }
+  const float inverse = __uint_as_float(largest << 16) * (1.0f / 448.0f);
+  const float scale = inverse > 0x1p-120f ? 1.0f / inverse : 0.0f;
   if (lane == 0) *scale_to = inverse;
   for (int i = lane; i < K / 16; i += 32) {  // 16 bytes: four lanes' words of a k half block
     const int block = i / 2, half = i % 2;
-    u32 hi[4], lo[4];
+    u32 v[4];
 #pragma unroll
     for (int t = 0; t < 4; t++) {
       const u32 a = word(block, t, 4 + 2 * half), b = word(block, t, 2 * half);
-      float v[4] = {__uint_as_float(a << 16) * scale, __uint_as_float(b << 16) * scale,
-                    __uint_as_float(a & 0xFFFF0000u) * scale,
-                    __uint_as_float(b & 0xFFFF0000u) * scale};
-      hi[t] = to_e4m3x4(v[0], v[1], v[2], v[3]);
-      if (E4M3_PARTS == 2) {
-        u32 back[2];
-        asm("{ .reg .b16 a, b; mov.b32 {a, b}, %2; cvt.rn.f16x2.e4m3x2 %0, a; "
-            "cvt.rn.f16x2.e4m3x2 %1, b; }" : "=r"(back[0]), "=r"(back[1]) : "r"(hi[t]));
-#pragma unroll
-        for (int e = 0; e < 4; e++) {
-          float whole;
-          asm("{ .reg .b16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, a; }"
-              : "=f"(whole) : "r"(back[e / 2] >> 16 * (e % 2)));
-          v[e] = (v[e] - whole) * 16.0f;
-        }
-        lo[t] = to_e4m3x4(v[0], v[1], v[2], v[3]);
-      }
+      v[t] = to_e4m3x4(__uint_as_float(a << 16) * scale, __uint_as_float(b << 16) * scale,
+                       __uint_as_float(a & 0xFFFF0000u) * scale,
+                       __uint_as_float(b & 0xFFFF0000u) * scale);
     }
-    *reinterpret_cast<uint4*>(to + i * 16) = make_uint4(hi[0], hi[1], hi[2], hi[3]);
-    if (E4M3_PARTS == 2)
-      *reinterpret_cast<uint4*>(to + K + i * 16) = make_uint4(lo[0], lo[1], lo[2], lo[3]);
+    *reinterpret_cast<uint4*>(to + i * 16) = make_uint4(v[0], v[1], v[2], v[3]);
   }
 }
 #endif
@@ -164,8 +142,9 @@ prepare(const u16* x, const int* topk_ids, int tokens, const u64* address, const
     return;
   }
   const bool live = threadIdx.x < EXPERTS && address[threadIdx.x];
-  const bool fp4 = __syncthreads_or(live && precision[threadIdx.x] != BASE);
-  const bool base = __syncthreads_or(live && precision[threadIdx.x] == BASE);
+  const int kind = live ? precision[threadIdx.x] & ~kRemote : BASE;
+  const bool fp4 = __syncthreads_or(live && kind != BASE);
+  const bool base = __syncthreads_or(live && kind == BASE);
   const int lane = threadIdx.x % 32, warps = (gridDim.x - 1) * (kThreads / 32);
   for (int token = (blockIdx.x - 1) * (kThreads / 32) + threadIdx.x / 32; token < tokens;
        token += warps) {
@@ -173,16 +152,16 @@ prepare(const u16* x, const int* topk_ids, int tokens, const u64* address, const
     if (fp4)
       row_to_bf16<true>(row, reinterpret_cast<uint4*>(x_fp4 + u64(token) * HIDDEN * 2), lane);
     if (!base) continue;
-#if E4M3_PARTS
+#if FP8_ACTIVATIONS
     row_to_e4m3<HIDDEN>([&](int block, int t, int j) { return row[block * 16 + t * 4 + j / 2]; },
-                        x_base + u64(token) * HIDDEN * E4M3_PARTS, x_scale + token, lane);
+                        x_base + u64(token) * HIDDEN, x_scale + token, lane);
 #else
     row_to_bf16<false>(row, reinterpret_cast<uint4*>(x_base + u64(token) * HIDDEN * 2), lane);
 #endif
   }
 }
 
-#if E4M3_PARTS
+#if FP8_ACTIVATIONS
 // The hidden activations of base rows, BF16 in base order → E4M3. A block a tile in turn.
 extern "C" __global__ void __launch_bounds__(256)
 quantize_hidden(const State* state, const Tile* tiles, const u8* h, u8* h_e4m3, float* h_scale) {
@@ -194,7 +173,7 @@ quantize_hidden(const State* state, const Tile* tiles, const u8* h, u8* h_e4m3, 
       const u64 position = tile.first + at;
       const u32* row = reinterpret_cast<const u32*>(h + position * INTER * 2);
       row_to_e4m3<INTER>([&](int block, int t, int j) { return row[block * 16 + j * 2 + t]; },
-                         h_e4m3 + position * INTER * E4M3_PARTS, h_scale + position, lane);
+                         h_e4m3 + position * INTER, h_scale + position, lane);
     }
   }
 }

@@ -9,7 +9,6 @@
 #include "prefill_weights.cuh"
 #include "prefill_wgmma.cuh"
 
-constexpr u32 kAll = 0xFFFFFFFFu;
 constexpr int kMultiplyWarps = 8;
 constexpr int kGatherWarps = 3;
 constexpr int kThreads = (kMultiplyWarps + 1 + kGatherWarps) * 32;
@@ -31,7 +30,7 @@ static_assert(StageOf<NVFP4, true>::kBytes <= kWeightBytes, "a stage of the larg
 struct Shared {
   u8 columns[kBStages][kBBytes];
   u8 weights[kWeightStages][kWeightBytes];
-  u8 staging[2][32 * kHiddenStride];
+  u8 staging[2][kStagingBytes];
   Item items[kItems];
   int pair[2][kColumns];     // of a tile's tokens, by warpgroup
   float scale[2][kColumns];  // of their activations, in E4M3
@@ -39,7 +38,6 @@ struct Shared {
   u64 weights_full[kWeightStages], weights_empty[kWeightStages];
   u64 items_full[kItems], items_empty[kItems];
 };
-static_assert(4 * 8 * kOutputStride <= 32 * kHiddenStride, "the outputs' staging fits");
 
 // Position in a ring of N barrier pairs.
 template <int N>
@@ -48,18 +46,6 @@ struct Place {
   __device__ __forceinline__ void advance() {
     if (++stage == N) stage = 0, parity ^= 1;
   }
-};
-
-struct Arguments {
-  const State* state;
-  const Tile* tiles;
-  int* taken;
-  const int* sorted;
-  const u8* base;     // activations of base rows, by token (gate/up) or sorted position (down)
-  const u8* fp4;      // and of FP4 rows
-  const float* scale;  // of base's rows in E4M3
-  u8* out;            // h by sorted position, or the experts' outputs by pair
-  float limit;
 };
 
 // ---- the loading warp ----
@@ -137,7 +123,7 @@ __device__ __forceinline__ void load_weights(Shared& shared, const Arguments& ar
     const auto stages = [&](auto precision) {
       constexpr int P = decltype(precision)::kValue;
       load_stage<P, DOWN>(shared, ring, item, 0, lane, policy);
-      next = __shfl_sync(kAll, next, 0) + gridDim.x;
+      next = __shfl_sync(0xFFFFFFFFu, next, 0) + gridDim.x;
       if (next < total) after = {arguments.tiles[next / kRowTiles], next % kRowTiles};
 #pragma unroll 1
       for (int stage = 1; stage < StageOf<P, DOWN>::kStages; stage++)
@@ -169,7 +155,7 @@ __device__ __forceinline__ void gather(Shared& shared, const Arguments& argument
     barrier_wait(shared_address(&shared.items_full[place.stage]), place.parity);
     const Tile& tile = shared.items[place.stage].tile;
     const int first = tile.first, precision = tile.precision;
-    const int columns = tile.count * parts(precision);
+    const int columns = tile.count;
     __syncwarp();
     if (lane == 0) barrier_arrive(shared_address(&shared.items_empty[place.stage]));
     place.advance();
@@ -181,9 +167,9 @@ __device__ __forceinline__ void gather(Shared& shared, const Arguments& argument
 #pragma unroll
     for (int i = 0; i < kRows; i++) {
       const int column = first_row + i * 4 * kGatherWarps;
-      const int position = first + column / parts(precision);
+      const int position = first + column;
       const int row = column >= columns ? 0 : DOWN ? position : arguments.sorted[position] / TOPK;
-      offset[i] = (row * parts(precision) + column % parts(precision)) * row_bytes;
+      offset[i] = row * row_bytes;
     }
     const int stages = (row_bytes + 127) / 128;
 #pragma unroll 1
@@ -294,77 +280,6 @@ struct Multiplier {
     release(shared.columns_empty, before);
   }
 
-  // What is left to multiply for columns 8i + 2t and the next.
-  template <int P>
-  __device__ __forceinline__ float2 column_scale(int i, float factor) const {
-    if (!in_e4m3(P)) return make_float2(factor, factor);
-    const float* scale = shared.scale[warp / 4] + (8 * i + 2 * t) / parts(P);
-    if (parts(P) == 2) return make_float2(scale[0] * factor, scale[0] * factor * 0.0625f);
-    return make_float2(scale[0] * factor, scale[1] * factor);
-  }
-
-  template <int P, int V>
-  __device__ __forceinline__ void hidden(const Item& item, float (*acc)[8 * V]) {
-    const int side = warp / 4, thread = threadIdx.x % 128;
-    const int group = item.row_tile * 4 + side * 2;
-    const u32 staging = shared_address(shared.staging[side]);
-    // Lane 8k + j stores column j of block k: rows 8 (k % 2) at columns 8 (k / 2).
-    const u32 place = staging + lane % 8 * kHiddenStride + warp % 4 * 32 + lane / 8 % 2 * 16;
-    const float gate_factor = item.tile.factor[0] * power_of(P);
-    const float up_factor = item.tile.factor[1] * power_of(P);
-#pragma unroll
-    for (int first = 0; first < 2 * V; first += 4) {  // 32 tokens, or columns, at a time
-#pragma unroll
-      for (int i = first; i < min(first + 4, 2 * V); i += 2) {
-        u32 packed[4];
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-          const float2 a = column_scale<P>(i + j, gate_factor);
-          const float2 b = column_scale<P>(i + j, up_factor);
-          const float *gate = acc[0] + 4 * (i + j), *up = acc[1] + 4 * (i + j);
-#pragma unroll
-          for (int c = 0; c < 2; c++)
-            packed[2 * j + c] =
-                to_bf16x2(swiglu(gate[2 * c] * a.x, up[2 * c] * b.x, arguments.limit),
-                          swiglu(gate[2 * c + 1] * a.y, up[2 * c + 1] * b.y, arguments.limit));
-        }
-        store_transposed(place + ((i - first) * 8 + lane / 16 * 8) * kHiddenStride, packed);
-      }
-      named_barrier(1 + side, 128);
-      u8* to = arguments.out +
-               (u64(item.tile.first + first * 8) * INTER + group * 32) * 2;
-      copy_hidden<P != BASE>(staging, to, item.tile.count - first * 8, kInterBlocks - group, thread);
-      named_barrier(1 + side, 128);
-    }
-  }
-
-  template <int P, int V>
-  __device__ __forceinline__ void output(const Item& item, float (*acc)[8 * V]) {
-    const int side = warp / 4, group = item.row_tile * 8 + warp;
-    const u32 staging = shared_address(shared.staging[side]) + warp % 4 * (8 * kOutputStride);
-    const u32 place = staging + lane % 8 * kOutputStride + lane / 8 * 16;
-    const u32 from = staging + lane / 4 * kOutputStride + lane % 4 * 16;
-    const float factor = item.tile.factor[2] * power_of(P);
-    const int* pair = shared.pair[side] + lane / 4;
-#pragma unroll
-    for (int i = 0; i < 2 * V; i++) {
-      const float2 s = column_scale<P>(i, factor);
-      u32 packed[4];
-#pragma unroll
-      for (int m = 0; m < 2; m++)
-#pragma unroll
-        for (int c = 0; c < 2; c++)
-          packed[2 * m + c] = to_bf16x2(acc[m][4 * i + 2 * c] * s.x, acc[m][4 * i + 2 * c + 1] * s.y);
-      store_transposed(place, packed);
-      __syncwarp();
-      const uint4 v = load_shared4(from);
-      if (i * 8 + lane / 4 < item.tile.count && group < kHiddenBlocks)
-        *reinterpret_cast<uint4*>(arguments.out + (u64(pair[i * 8]) * HIDDEN + group * 32) * 2 +
-                                  lane % 4 * 16) = v;
-      __syncwarp();
-    }
-  }
-
   template <int P, bool DOWN, int V>
   __device__ __forceinline__ void item(const Item& item) {
     const int side = warp / 4, thread = threadIdx.x % 128;
@@ -380,8 +295,10 @@ struct Multiplier {
     if (DOWN) shared.pair[side][thread] = pair;
     if (in_e4m3(P)) shared.scale[side][thread] = scale;
     if (DOWN || in_e4m3(P)) named_barrier(1 + side, 128);
-    if constexpr (DOWN) output<P, V>(item, acc);
-    else hidden<P, V>(item, acc);
+    const Epilogue epilogue{shared_address(shared.staging[side]), shared.pair[side],
+                            shared.scale[side], arguments.out, arguments.limit, warp, lane};
+    if constexpr (DOWN) epilogue.output<P, V>(item, acc);
+    else epilogue.hidden<P, V>(item, acc);
     if (DOWN) named_barrier(1 + side, 128);
   }
 
@@ -396,7 +313,7 @@ struct Multiplier {
       if (item.tile.count == 0) return;
       each_precision(item.tile.precision, [&](auto precision) {
         constexpr int P = decltype(precision)::kValue;
-        switch ((item.tile.count * parts(P) + 15) / 16) {
+        switch ((item.tile.count + 15) / 16) {
           case 1: return this->item<P, DOWN, 1>(item);
           case 2: return this->item<P, DOWN, 2>(item);
           case 3: return this->item<P, DOWN, 3>(item);
