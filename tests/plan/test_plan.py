@@ -224,6 +224,17 @@ def test_ram_that_cannot_hold_a_steps_rows_is_said() -> None:
     assert any("a layer of one step needs" in said for said in made.missing)
 
 
+def test_a_pool_can_be_smaller_than_what_fits() -> None:
+    of = inventory(experts=256)
+    half, all_of = plan(of, machine("H200"), base_pool="50%"), plan(of, machine("H200"))
+    assert (half.placement.pool_coverage, all_of.placement.pool_coverage) == (0.5, 1)
+    assert half.placement.arena == of.rows // 2
+    more = plan(of, machine("6GiB:1000GB/s"), base_pool="100%", chunk=2048)
+    assert more.placement.pool < of.rows
+    with pytest.raises(ConfigError, match="base_pool 'lots'"):
+        Workload(base_pool="lots")
+
+
 def test_advice_is_worth_taking() -> None:
     of = inventory(experts=256, layers=12)
     made = plan(of, machine("6GiB:1000GB/s", 10 * GIB), chunk=2048)

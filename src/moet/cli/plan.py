@@ -62,6 +62,9 @@ def plan(
     drafts: Annotated[
         int, typer.Option(min=0, max=8, help="Tokens that the model's MTP layers draft a step.")
     ] = 0,
+    base_pool: Annotated[
+        str, typer.Option(help="Room for 2-bit rows: auto, a share (25%), bytes (12GiB), or slots.")
+    ] = "auto",
     revision: Annotated[
         str | None, typer.Option(help="Branch, tag or commit on the hub. Default: main.")
     ] = None,
@@ -89,6 +92,7 @@ def plan(
     files = open_model(model, revision=revision)
     inventory = take_inventory(files)
     workload = _workload(inventory, machine, context, streams, kv_cache_dtype, drafts)
+    workload = replace(workload, base_pool=base_pool)
     made = make_plan(files, inventory, machine, workload)
     advice = advise(made)
     ready = recipe_of(made, str(Path(model).resolve()) if files.local else model)

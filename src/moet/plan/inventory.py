@@ -39,7 +39,8 @@ class Split(StrEnum):
 class Part:
     """Bytes and weights of one role.
 
-    nbytes: by how they are divided. weights: elements of its matrices (packed ones unpacked).
+    nbytes: by how they are divided. weights: elements of its matrices (packed ones unpacked); those
+    of experts are not counted, as they follow from the geometry.
     """
 
     nbytes: Mapping[Split, int] = field(default_factory=dict)
@@ -77,8 +78,11 @@ class Inventory:
 
     @property
     def kv_heads(self) -> int:
-        heads = self.text.get("num_key_value_heads") or self.text.get("num_attention_heads") or 1
-        return max(1, int(heads))
+        for key in ("num_key_value_heads", "num_attention_heads"):
+            heads = self.text.get(key)
+            if isinstance(heads, int) and heads > 0:
+                return heads
+        return 1
 
     @property
     def target_layers(self) -> int:
@@ -115,21 +119,26 @@ def take_inventory(files: ModelFiles) -> Inventory:
     source = family.declared_format(files.config, files.modelopt)
     sums: dict[Role, dict[Split, int]] = {role: {} for role in Role}
     weights = dict.fromkeys(Role, 0)
-    drafts: set[int] = set()
+    blocks: dict[str, tuple[Role, int]] = {}
     count = 0
     for tensor in files.tensors():
         count += 1
-        role, split = role_of(tensor.name, geometry), split_of(tensor)
+        # Nearly all tensors are experts', and what one of a block is, all of it are.
+        block, experts, _ = tensor.name.partition(".experts.")
+        if experts:
+            if block not in blocks:
+                blocks[block] = role_of(tensor.name, geometry), _layer(tensor.name, geometry)
+            role, split = blocks[block][0], Split.SHARDED
+        else:
+            role, split = role_of(tensor.name, geometry), split_of(tensor)
+            weights[role] += _weights(tensor)
         sums[role][split] = sums[role].get(split, 0) + tensor.nbytes
-        weights[role] += _weights(tensor)
-        if role is Role.DRAFT_EXPERTS:
-            drafts.add(_layer(tensor.name, geometry))
     if not sums[Role.EXPERTS]:
         raise CheckpointError(
             f"{files.name}: none of its {count:,} tensors is of a routed expert.",
             "Is the download complete, and the model a Mixture of Experts?",
         )
-    absent = set(geometry.mtp_layers) - drafts
+    absent = set(geometry.mtp_layers) - {layer for _, layer in blocks.values()}
     geometry = replace(
         geometry,
         moe_layers=tuple(i for i in geometry.moe_layers if i not in absent),

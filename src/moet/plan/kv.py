@@ -83,13 +83,13 @@ def _full_indexers(text: Mapping[str, Any], layers: int) -> int:
     types = text.get("indexer_types")
     if isinstance(types, Sequence) and not isinstance(types, str):
         return sum(kind == "full" for kind in types[:layers])
-    every = max(1, int(text.get("index_topk_freq") or 1))
-    offset = int(text.get("index_skip_topk_offset", 2))
+    every = _integer(text, "index_topk_freq", 1)
+    offset = _integer(text, "index_skip_topk_offset", 2)
     return sum(max(i - offset + 1, 0) % every == 0 for i in range(layers))
 
 
 def _indexer_key(text: Mapping[str, Any]) -> int:
-    width = int(text.get("index_head_dim", 128))
+    width = _integer(text, "index_head_dim", 128)
     return width + width // 128 * 4
 
 
@@ -98,36 +98,37 @@ def _deepseek_v4(text: Mapping[str, Any], layers: int, drafts: int, dtype: str) 
     tokens, and the state of the compressor that makes it (attention.py, compressor.py)."""
     head = _integer(text, "head_dim")
     ratios = text.get("compress_ratios")
-    if not isinstance(ratios, list) or len(ratios) < layers:
+    known = isinstance(ratios, list) and all(type(r) is int and 0 <= r <= 2**20 for r in ratios)
+    if not isinstance(ratios, list) or not known or len(ratios) < layers:
         raise CheckpointError(
             f"config.json: `compress_ratios` must name a ratio for each of {layers} layers."
         )
     record = 2 * head if dtype == "bfloat16" else _FP8_DEEPSEEK_V4
-    key, window = _indexer_key(text), int(text.get("sliding_window", 128))
+    key, window = _indexer_key(text), _integer(text, "sliding_window", 128)
     per_token, scanned, per_stream = 0.0, 0.0, 0
     for ratio in [*ratios[:layers], *([0] * drafts)]:
         per_stream += window * record
         if ratio > 1:
             overlapping = 2 if ratio == 4 else 1
-            width = head + (int(text.get("index_head_dim", 128)) if ratio == 4 else 0)
+            width = head + (_integer(text, "index_head_dim", 128) if ratio == 4 else 0)
             per_stream += overlapping * ratio * 2 * overlapping * width * 4
             # Ratio 4 has an indexer that chooses among its records; higher ratios read them all.
             per_token += (record + (key if ratio == 4 else 0)) / ratio
             scanned += (key if ratio == 4 else record) / ratio
-    attended = 4 * int(text.get("index_topk", 512))
+    attended = 4 * _integer(text, "index_topk", 512)
     return KvCache("latent, compressed", per_token, per_stream, scanned, attended)
 
 
 def _grouped(text: Mapping[str, Any], layers: int, drafts: int, dtype: str, tp: int) -> KvCache:
     heads = _integer(text, "num_attention_heads")
-    kv_heads = int(text.get("num_key_value_heads") or heads)
-    width = int(text.get("head_dim") or _integer(text, "hidden_size") // heads)
+    kv_heads = _integer(text, "num_key_value_heads", heads)
+    width = _integer(text, "head_dim", 0) or _integer(text, "hidden_size") // heads
     per_layer = 2 * max(1, kv_heads // tp) * width * KV_DTYPES[dtype]
     kinds = _layer_kinds(text, layers)
     full = kinds.count("full_attention") + drafts
     sliding = kinds.count("sliding_attention")
     linear = kinds.count("linear_attention")
-    window = int(text.get("sliding_window") or 0)
+    window = _integer(text, "sliding_window", 0)
     per_stream = sliding * window * per_layer + (linear and linear * _recurrent_state(text, tp))
     kind = "grouped-query" + (", linear" if linear else "") + (", sliding" if sliding else "")
     return KvCache(kind, full * per_layer, per_stream)
@@ -139,11 +140,10 @@ def _layer_kinds(text: Mapping[str, Any], layers: int) -> list[str]:
     if isinstance(kinds, list) and len(kinds) >= layers:
         known = ("sliding_attention", "linear_attention")
         return [kind if kind in known else "full_attention" for kind in kinds[:layers]]
-    every = text.get("full_attention_interval")
+    every = _integer(text, "full_attention_interval", 0)
     if every:
         return [
-            "full_attention" if (i + 1) % int(every) == 0 else "linear_attention"
-            for i in range(layers)
+            "full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(layers)
         ]
     return ["full_attention"] * layers
 
@@ -152,7 +152,7 @@ def _recurrent_state(text: Mapping[str, Any], tp: int) -> int:
     """Convolution (BF16) and recurrent (float32) state of a gated delta-net layer, a request."""
     keys = _integer(text, "linear_num_key_heads") * _integer(text, "linear_key_head_dim")
     heads, width = _integer(text, "linear_num_value_heads"), _integer(text, "linear_value_head_dim")
-    kernel = int(text.get("linear_conv_kernel_dim", 4))
+    kernel = _integer(text, "linear_conv_kernel_dim", 4)
     convolution = (kernel - 1) * (2 * keys + heads * width) * 2
     recurrent = heads * width * _integer(text, "linear_key_head_dim") * 4
     return -(-(convolution + recurrent) // tp)
@@ -168,8 +168,16 @@ def absorbed_bytes(text: Mapping[str, Any], tp: int) -> int:
     return _integer(text, "num_hidden_layers") * _integer(text, "kv_lora_rank") * heads * width * 2
 
 
-def _integer(text: Mapping[str, Any], key: str) -> int:
+def hidden_size(text: Mapping[str, Any]) -> int:
+    """The width of the model's activations."""
+    return _integer(text, "hidden_size")
+
+
+def _integer(text: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """A positive integer of the config, or `default` where it is null or absent."""
     value = text.get(key)
+    if value is None and default is not None:
+        return default
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= 2**24:
         raise CheckpointError(f"config.json: `{key}` is {value!r}; an integer ≥ 1 is meant.")
     return value

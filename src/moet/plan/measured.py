@@ -63,17 +63,17 @@ def assumption(name: str) -> Range:
     return _input(name, _table("assumptions.yaml")[name]).value
 
 
-def routing_exponent(architecture: str) -> Range:
-    """The exponent of the hit-rate curve of a model's routing (see `plan.routing`)."""
-    table = _table("assumptions.yaml")["routing_exponent"]
-    return _input("routing_exponent", table.get(architecture, table["default"])).value
+def routing_spread(architecture: str) -> Range:
+    """The spread of a model's routing (see `plan.routing`)."""
+    table = _table("assumptions.yaml")["routing_spread"]
+    return _input("routing_spread", table.get(architecture, table["default"])).value
 
 
 def inputs() -> list[Input]:
     """Every input with its source, for the docs."""
     found = []
     for name, entry in _table("assumptions.yaml").items():
-        if name == "routing_exponent":
+        if name == "routing_spread":
             found += [_input(f"{name}, {model}", value) for model, value in entry.items()]
         else:
             found.append(_input(name, entry))

@@ -11,7 +11,7 @@ from moet.plan.kv import KvCache, absorbed_bytes
 from moet.plan.machine import GIB, Machine
 from moet.plan.measured import assumption
 from moet.plan.reserve import serving_reserve
-from moet.plan.routing import distinct_experts
+from moet.plan.routing import EVEN, distinct_experts, popularity
 from moet.plan.workload import Workload
 from moet.residency.sizing import STREAMING_SLOTS, fit_rows
 
@@ -120,17 +120,18 @@ def host_fixed(machine: Machine) -> int:
 def place(inventory: Inventory, machine: Machine, workload: Workload, need: Needs) -> Placement:
     """Fills the tiers from the fastest down; what fits nowhere is on disk."""
     rows, host = inventory.rows, host_fixed(machine)
+    limit = workload.pool_limit(rows, need.row)
     budget = free_bytes(machine, workload, need)
     if machine.gpu is None:
-        pool = fit_rows(rows, need.row, budget)
+        pool = fit_rows(limit, need.row, budget)
         kept = rows if pool == rows else max(0, pool - STREAMING_SLOTS)
         buffers = (pool - kept) * need.row
         return Placement(rows, kept, 0, rows - kept, max(0, budget), buffers, 0, host)
-    pool, buffers = fit_rows(rows, need.row, budget), 0
+    pool, buffers = fit_rows(limit, need.row, budget), 0
     if pool < rows:
         layers = 2 * inventory.geometry.num_experts * need.row
         buffers = max(0, min(layers, budget // 8))
-        pool = fit_rows(rows, need.row, budget - buffers)
+        pool = fit_rows(limit, need.row, budget - buffers)
     whole = need.row * machine.count
     arena = fit_rows(rows - pool, whole, machine.ram - host)
     return Placement(
@@ -161,7 +162,9 @@ def missing(
         found.append(f"{lack:.1f} GiB of host memory are missing for vLLM's processes and loading.")
     elif machine.gpu and placement.disk:
         geometry = inventory.geometry
-        step = round(distinct_experts(geometry.num_experts, geometry.top_k, workload.tokens))
+        # Without preferences, which is the most that a step can want on average.
+        even = popularity(geometry.num_experts, geometry.top_k, EVEN)
+        step = round(distinct_experts(even, workload.tokens))
         if placement.arena < step:
             lack = (step - placement.arena) * need.row * machine.count / GIB
             found.append(

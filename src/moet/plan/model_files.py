@@ -115,8 +115,10 @@ def _remote(name: str, revision: str | None, endpoint: str | None) -> ModelFiles
     modelopt = _hub_json(name, revision, endpoint, MODELOPT)
     index = _hub_json(name, revision, endpoint, INDEX)
     table = None if index is None else index.get("weight_map")
-    if index is not None and not isinstance(table, dict):
-        raise CheckpointError(f"{name}: {INDEX} has no `weight_map`.")
+    if index is not None and not (
+        isinstance(table, dict) and all(map(_is_file_name, table.values()))
+    ):
+        raise CheckpointError(f"{name}: {INDEX} has no `weight_map` of tensors to files.")
     api = HfApi(endpoint=endpoint)
 
     def header(file: str) -> list[TensorInfo]:
@@ -145,6 +147,10 @@ def _remote(name: str, revision: str | None, endpoint: str | None) -> ModelFiles
                 yield from found
 
     return ModelFiles(name, revision, config, modelopt, False, tensors)
+
+
+def _is_file_name(value: Any) -> bool:
+    return isinstance(value, str) and value.endswith(".safetensors") and "/" not in value
 
 
 def _hub_json(

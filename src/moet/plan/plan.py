@@ -87,6 +87,7 @@ class Plan:
                 "drafts": self.workload.drafts,
                 "chunk": self.workload.chunk,
                 "utilization": self.workload.utilization,
+                "base_pool": self.workload.base_pool,
             },
             "bytes": {
                 "checkpoint": {

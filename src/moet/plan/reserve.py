@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moet.plan.inventory import text_config
-from moet.plan.kv import KvCache, kv_cache
+from moet.plan.kv import KvCache, hidden_size, kv_cache
 from moet.plan.machine import GIB
 from moet.plan.measured import assumption
 
@@ -48,7 +48,7 @@ def serving_reserve(
     text = text_config(config)
     cache = kv_cache(text, dtype=kv_dtype, tp=tp, drafts=drafts)
     widths = assumption("activation_widths").typical
-    workspace = {"activations": round(chunk * int(text["hidden_size"]) * 2 * widths)}
+    workspace = {"activations": round(chunk * hidden_size(text) * 2 * widths)}
     if gpu:
         workspace["CUDA context"] = round(assumption("gpu_context_gib").typical * GIB)
         workspace["CUDA graphs"] = round(assumption("gpu_graphs_gib").typical * GIB)

@@ -15,10 +15,17 @@ import numpy as np
 from moet.formats.layout import Precision
 from moet.plan.inventory import Inventory, Role
 from moet.plan.machine import Gpu, Machine
-from moet.plan.measured import KernelModel, assumption, kernel_model, routing_exponent
+from moet.plan.measured import KernelModel, assumption, kernel_model, routing_spread
 from moet.plan.memory import Needs, Placement
 from moet.plan.ranges import Range
-from moet.plan.routing import distinct_experts, hit_rate, missing_rows
+from moet.plan.routing import (
+    Floats,
+    distinct_experts,
+    hit_rate,
+    missing_experts,
+    popularity,
+    row_chances,
+)
 from moet.plan.workload import DEPTH, Workload
 
 End = Literal["slow", "typical", "fast"]
@@ -68,7 +75,7 @@ def _prediction(
     at = {end: seconds(case, end) for end in ENDS}
     rate = {end: tokens(end) / sum(at[end].values()) for end in ENDS}
     typical = {cause: value for cause, value in at["typical"].items() if value > 0}
-    hits = {end: hit_rate(case.placement.pool_coverage, _exponent(case, end)) for end in ENDS}
+    hits = {end: hit_rate(_wanted(case, end), case.placement.pool_coverage) for end in ENDS}
     return Prediction(
         Range(rate["slow"], rate["typical"], rate["fast"]),
         typical,
@@ -111,27 +118,27 @@ def _decode_seconds(case: Case, end: End) -> dict[str, float]:
 def _layer_experts(case: Case, end: End) -> tuple[float, float, float]:
     """Seconds of one layer's experts: of the kernel with all rows in the pool, those that rows in
     host memory add, and those that rows on disk add."""
-    geometry, machine, row = case.inventory.geometry, case.machine, case.need.row
+    machine, row = case.machine, case.need.row
     tokens, placement = case.workload.tokens, case.placement
-    rows = distinct_experts(geometry.num_experts, geometry.top_k, tokens)
+    wanted = _wanted(case, end)
+    rows = distinct_experts(wanted, tokens)
     model = _kernel(machine)
     kernel = model.us(rows, rows * row, _read_bandwidth(machine, end)) * 1e-6
     kernel *= _kernel_factor(machine, model, end)
-    exponent = _exponent(case, end)
     remote = 0.0
     if machine.gpu is not None:
-        hit = hit_rate(placement.pool_coverage, exponent)
-        chance = missing_rows(geometry.num_experts, geometry.top_k, tokens, hit)
+        absent = missing_experts(wanted, placement.pool_coverage, tokens)
+        chance = row_chances(rows, absent)
         link = _more(machine.gpu.h2d, end) * _more(assumption("in_place_share"), end)
         # The kernel reads rows where they are, so the slower of the two sets the time.
         times = np.maximum(kernel, np.arange(len(chance)) * row / link)
         remote = max(0.0, float(chance @ times) - kernel)
-    found = hit_rate(placement.memory_coverage, exponent)
-    chance = missing_rows(geometry.num_experts, geometry.top_k, tokens, found)
-    expected = float(chance @ np.arange(len(chance)))
+    absent = missing_experts(wanted, placement.memory_coverage, tokens)
     whole = row * max(1, machine.count)
-    disk = expected * whole / _more(machine.disk.bandwidth, end)
-    disk += (1 - float(chance[0])) * _less(assumption("disk_request_us"), end) * 1e-6
+    disk = absent * whole / _more(machine.disk.bandwidth, end)
+    disk += (
+        (1 - float(row_chances(rows, absent)[0])) * _less(assumption("disk_request_us"), end) * 1e-6
+    )
     return kernel, remote, disk
 
 
@@ -142,7 +149,7 @@ def _prefill_seconds(case: Case, end: End) -> dict[str, float]:
     geometry, placement, row = inventory.geometry, case.placement, case.need.row
     tp = max(1, machine.count)
     layers = inventory.target_layers
-    rows = layers * distinct_experts(geometry.num_experts, geometry.top_k, chunk)
+    rows = layers * distinct_experts(_wanted(case, end), chunk)
     weights = inventory.parts[Role.DENSE].weights
     weights += layers * geometry.top_k * 3 * geometry.hidden * geometry.intermediate
     memory = _memory_name(machine)
@@ -200,8 +207,10 @@ def _less(value: Range, end: End) -> float:
     return {"slow": value.high, "typical": value.typical, "fast": value.low}[end]
 
 
-def _exponent(case: Case, end: End) -> float:
-    return _less(routing_exponent(case.inventory.geometry.architecture), end)
+def _wanted(case: Case, end: End) -> Floats:
+    geometry = case.inventory.geometry
+    spread = _less(routing_spread(geometry.architecture), end)
+    return popularity(geometry.num_experts, geometry.top_k, spread)
 
 
 def _memory_name(machine: Machine) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from moet.errors import ConfigError
 from moet.plan.kv import KV_DTYPES
+from moet.residency.sizing import size_pool
 
 # vLLM's default of --gpu-memory-utilization.
 UTILIZATION = 0.92
@@ -19,6 +20,7 @@ class Workload:
     """context: tokens a request may have. streams: requests at once. kv_dtype: vLLM's
     --kv-cache-dtype. drafts: tokens drafted a step, 0 for no speculation. chunk: prompt tokens a
     step (vLLM's --max-num-batched-tokens). utilization: share of a GPU's memory that vLLM may use.
+    base_pool: moet's setting of that name; a pool is never larger than what fits.
     """
 
     context: int = DEFAULT_CONTEXT
@@ -27,6 +29,7 @@ class Workload:
     drafts: int = 0
     chunk: int = 8192
     utilization: float = UTILIZATION
+    base_pool: str = "auto"
 
     def __post_init__(self) -> None:
         for name, value, least in (
@@ -35,11 +38,18 @@ class Workload:
         ):  # fmt: skip
             if value < least:
                 raise ConfigError(f"{name} is {value}.", f"It must be at least {least}.")
+        self.pool_limit(1, 1)
         if self.kv_dtype not in KV_DTYPES:
             raise ConfigError(
                 f"kv_dtype {self.kv_dtype!r} is not one that the planner can count.",
                 f"Choose one of: {', '.join(KV_DTYPES)}.",
             )
+
+    def pool_limit(self, rows: int, row_bytes: int) -> int:
+        """Rows that `base_pool` allows of `rows`. Raises ConfigError for what is no size."""
+        if self.base_pool == "auto":
+            return rows
+        return size_pool(self.base_pool, name="base_pool", rows=rows, row_bytes=row_bytes).slots
 
     @property
     def tokens(self) -> int:
