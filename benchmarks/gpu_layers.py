@@ -9,7 +9,8 @@ from torch import Tensor
 
 from moet.formats.layout import Precision, RowLayout, max_slices
 from moet.kernels.base import SwiGLU
-from moet.kernels.cuda.experts import PRECISION_CODES, REMOTE, CudaExperts, ExpertsShape
+from moet.kernels.cuda.experts import CudaExperts
+from moet.kernels.cuda.shape import PRECISION_CODES, REMOTE, ExpertsShape
 
 POOL_BYTES = 24 << 30
 MIXTURE = "base + 20 % mxfp4"

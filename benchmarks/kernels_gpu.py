@@ -30,7 +30,7 @@ from benchmarks.gpu_timing import (
     host_to_device_gbps,
 )
 from moet.bench.results import Row, write_result
-from moet.kernels.cuda.experts import DECODE_TOKENS
+from moet.kernels.cuda.decode import DECODE_TOKENS
 
 __all__ = ["MODELS", "POOL_BYTES", "Model", "elapsed_us", "hbm_read_gbps"]
 

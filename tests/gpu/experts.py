@@ -10,7 +10,8 @@ from torch import Tensor
 
 from moet.formats.layout import Precision, RowLayout, decode_row
 from moet.kernels.base import SwiGLU
-from moet.kernels.cuda.experts import PRECISION_CODES, CudaExperts, ExpertsShape
+from moet.kernels.cuda.experts import CudaExperts
+from moet.kernels.cuda.shape import PRECISION_CODES, ExpertsShape
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 BASE = np.array([1, 4, -1, -4])

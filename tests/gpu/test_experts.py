@@ -9,7 +9,8 @@ import torch
 
 from moet.formats.layout import Precision, RowLayout
 from moet.kernels.base import OPERATORS, ExpertRows, SwiGLU
-from moet.kernels.cuda.experts import REMOTE, CudaExperts
+from moet.kernels.cuda.experts import CudaExperts
+from moet.kernels.cuda.shape import REMOTE
 from tests.gpu.experts import Layer, random_routing, relative_error
 
 pytestmark = [
@@ -120,7 +121,7 @@ def test_launch_numbers_come_round() -> None:
     x = torch.randn(16, 1024, device="cuda").bfloat16()
     first = run(tested, operator, x, ids, weights)
     blocks = torch.cuda.get_device_properties(0).multi_processor_count
-    operator._arrivals.fill_(blocks * (2**32 - 1 - 70))
+    operator._decode._arrivals.fill_(blocks * (2**32 - 1 - 70))
     for _ in range(140):  # most pairs' words go unused for longer than it takes to forget them
         alone = run(tested, operator, x[:1], ids[:1], weights[:1])
         assert torch.equal(alone[0], first[0])

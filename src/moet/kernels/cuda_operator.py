@@ -10,7 +10,8 @@ from torch import Tensor
 
 from moet.errors import ConfigError
 from moet.kernels.base import OPERATORS, ExpertRows, ExpertsOperator, SwiGLU
-from moet.kernels.cuda.experts import PRECISION_CODES, CudaExperts, ExpertsShape
+from moet.kernels.cuda.experts import CudaExperts
+from moet.kernels.cuda.shape import PRECISION_CODES, ExpertsShape
 
 _EXPERTS_STEP = 128  # kernels are compiled for a multiple of this many experts
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from moet.errors import ConfigError
 from moet.kernels.base import SwiGLU
 from moet.kernels.cuda.compiler import cached_cubin
-from moet.kernels.cuda.experts import ExpertsShape
 from moet.kernels.cuda.launch import Kernel
+from moet.kernels.cuda.shape import ExpertsShape
 from moet.kernels.cuda.target import Target
 
 PREFILL_TOKENS = 4096
