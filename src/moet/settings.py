@@ -42,9 +42,9 @@ class Settings(BaseModel):
     precision: str = Field(
         default="base",
         min_length=1,
-        description='Which experts run at FP4: none ("base"), all ("fp4"), or those that a JSON '
-        "map file names (a path). Draft (MTP) layers run at FP4 with each of them unless the map "
-        "names them.",
+        description='Which experts run at FP4: none ("base"), all ("fp4"), or those that a map of '
+        "`moet map` names (its name, or the path of a JSON file). Draft (MTP) layers run at FP4 "
+        "with each of them unless the map names them.",
     )
     base_pool: str = Field(
         default="auto", description=f"Room for 2-bit rows, a rank: {_POOL_HELP}."

@@ -39,7 +39,7 @@ def test_demo_shows_what_it_promises(tmp_path: Path) -> None:
     assert 0 < figures["hit_rate"] < 1
     assert figures["disk_bytes"] > 0
     assert figures["tokens_per_second"] > 0
-    # The committed result (bench/results/fidelity-level0.json) has .29 on more windows.
+    # The committed result (bench/results/fidelity-nano-moe.json) has .28 on more windows.
     assert 0.15 < figures["kl"] < 0.45
     assert figures["top1"] > 0.7
     assert "completion: " in run.stderr

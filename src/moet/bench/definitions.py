@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from moet.bench.plan_tables import PLAN_TABLES
+from moet.bench.results import Row
 from moet.bench.tables import Column, Table, Tables, number, text
 from moet.settings import Settings
 
@@ -14,6 +15,12 @@ def settings() -> str:
         default = "" if field.default is None else f"`{field.default}`".lower()
         lines.append(f"| `{name}` | {default} | {field.description} |")
     return "\n".join(lines)
+
+
+def _experts(row: Row) -> str:
+    """Which experts a row of fidelity is of, in words."""
+    name = "reference scheme" if row["level"] is None else f"level {row['level']}"
+    return f"{name}, {row['map_percent']:g} % at FP4" if row["map_percent"] else name
 
 
 TABLES: Tables = {
@@ -31,19 +38,23 @@ TABLES: Tables = {
             Column("× dequantize + matmul", number("vs_dequantize", 1)),
         ),
     ),
-    "fidelity": Table(
-        "fidelity-level0.json",
-        (
-            Column("model", text("model")),
-            Column("experts", text("scheme")),
-            Column("text", text("segment")),
-            Column("KL to FP4, nats", number("kl", 3)),
-            Column("± s.e.", number("kl_se", 3)),
-            Column("same top-1", number("top1", 1, 100, " %")),
-            Column("relative RMS", number("rms", 3)),
-        ),
-        keep=lambda row: row.get("segment") == "mean",
-    ),
+    **{
+        f"fidelity-{model}": Table(
+            f"fidelity-{model}.json",
+            (
+                Column(model, _experts),
+                Column("KL to FP4, nats", number("kl", 3)),
+                Column("± s.e.", number("kl_se", 3)),
+                Column("change", number("kl_change", 3)),
+                Column("± s.e.", number("kl_change_se", 4)),
+                Column("same top-1", number("top1", 1, 100, " %")),
+                Column("relative RMS", number("rms", 3)),
+                Column("bias, ppm", number("bias", 0, 1e6)),
+                Column("zeros", number("zeros", 1, 100, " %")),
+            ),
+        )
+        for model in ("tiny-moe", "nano-moe")
+    },
     "kernels-h200": Table(
         "kernels-h200.json",
         (
