@@ -41,8 +41,11 @@ class Heat:
         self.decode_steps = 0  # steps touched since the start
         self._step = -1
 
-    def touch(self, layer: int, experts: NDArray[np.int64], step: int) -> None:
-        """Decode used `experts` (each once) of the layer at index `layer` in `step`."""
+    def touch(self, layer: int | NDArray[np.int64], experts: NDArray[np.int64], step: int) -> None:
+        """Decode used `experts` (each once) of the layer at index `layer` in `step`.
+
+        layer may also be int64 [n], the layer of each expert.
+        """
         if experts.size == 0:
             return
         self.log[layer, experts] = np.logaddexp2(self.log[layer, experts], step / self._half_life)

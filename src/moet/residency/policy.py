@@ -26,8 +26,11 @@ class Policy(ABC):
     def __init__(self, heat: Heat) -> None: ...
 
     @abstractmethod
-    def touch(self, layer: int, experts: I64, step: int) -> None:
-        """Decode uses `experts` (unique) of the layer at index `layer`, in memory or not."""
+    def touch(self, layer: int | I64, experts: I64, step: int) -> None:
+        """Decode uses `experts` (unique) of the layer at index `layer`, in memory or not.
+
+        layer may also be int64 [n], the layer of each expert.
+        """
 
     @property
     @abstractmethod
@@ -72,7 +75,7 @@ class LeastRecentlyUsed(Policy):
         # In [−2, −1): before every step, and before a layer that runs ahead of the first step.
         self._last: NDArray[np.float64] = counts / (counts.max(initial=0.0) + 1) - 2
 
-    def touch(self, layer: int, experts: I64, step: int) -> None:
+    def touch(self, layer: int | I64, experts: I64, step: int) -> None:
         self._last[layer, experts] = step + layer / len(self._last)
 
     @property
@@ -87,7 +90,7 @@ class LeastFrequentlyUsed(Policy):
     def __init__(self, heat: Heat) -> None:
         self._heat = heat
 
-    def touch(self, layer: int, experts: I64, step: int) -> None:
+    def touch(self, layer: int | I64, experts: I64, step: int) -> None:
         """Nothing: the heat has counted it."""
 
     @property
@@ -105,7 +108,7 @@ class Static(Policy):
     def __init__(self, heat: Heat) -> None:
         self._ranking = heat.log.copy()
 
-    def touch(self, layer: int, experts: I64, step: int) -> None:
+    def touch(self, layer: int | I64, experts: I64, step: int) -> None:
         """Nothing: the ranking is fixed."""
 
     @property

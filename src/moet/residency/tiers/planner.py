@@ -1,0 +1,125 @@
+"""Which rows of one precision move: decided from decode's heat, every few steps."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moet.residency.heat import Heat
+from moet.residency.policy import I64, POLICIES
+from moet.residency.tiers.decide import swaps, touch
+from moet.residency.tiers.device import Tier
+from moet.residency.tiers.options import Limits, TierOptions
+from moet.residency.tiers.rows import RowState, RowTiers
+
+
+class Planner:
+    """Moves rows of one precision beside the steps; never while a request is open.
+
+    At most `moves` rows are on the way at a time. Called by the owner thread only.
+
+    Args:
+        heat: of this precision. limits: from the sizes; replaced when they change.
+    """
+
+    def __init__(self, rows: RowTiers, heat: Heat, options: TierOptions, limits: Limits) -> None:
+        self.limits = limits
+        self.heat = heat
+        self._rows = rows
+        self._policy = POLICIES[options.policy](heat)
+        self._margin = options.margin
+        self._promote: deque[int] = deque()
+        self._demote: deque[int] = deque()
+
+    @property
+    def priority(self) -> NDArray[np.float64]:
+        """By row."""
+        return self._policy.priority.reshape(-1)
+
+    def preference(self) -> list[int]:
+        """All rows, hottest first; alike ones in turns of the layers."""
+        rows = np.flatnonzero(self._rows.owned)
+        experts, layers = rows % self._rows.num_experts, rows // self._rows.num_experts
+        order = np.lexsort((layers, experts, -self.heat.log.reshape(-1)[rows]))
+        result: list[int] = rows[order].tolist()
+        return result
+
+    def plan(self, use: I64, step: int) -> None:
+        """Decides anew, given how often decode used each row since the last time ([layers,
+        experts]) up to `step`."""
+        touch(self.heat, self._policy, use, step)
+        rows = self._rows
+        in_memory = rows.state >= RowState.RESIDENT
+        self._keep(np.flatnonzero(in_memory & ~rows.kept & (use.reshape(-1) > 0)))
+        resting = rows.state == RowState.RESIDENT
+        promote, demote = swaps(
+            self._policy,
+            np.flatnonzero(resting & rows.kept & (rows.tier == Tier.ARENA)),
+            np.flatnonzero(resting & (rows.tier == Tier.GPU)),
+            rows.gpu.free + rows.gpu.retired,
+            self._margin,
+        )
+        self._promote, self._demote = deque(promote), deque(demote)
+
+    def promote(self, row: int) -> None:
+        """Puts a row at the end of those that are to be on the GPU."""
+        self._promote.append(row)
+
+    def move(self) -> bool:
+        """Starts what can be started now; whether anything was."""
+        started = False
+        while self._rows.on_the_way < self.limits.moves and self._step():
+            started = True
+        return self._make_room() or started
+
+    def _step(self) -> bool:
+        """One promotion, or one demotion that makes room for it."""
+        rows = self._rows
+        while self._promote and not rows.resident(self._promote[0], Tier.ARENA):
+            self._promote.popleft()
+        if not self._promote:
+            return False
+        if rows.begin_move(self._promote[0], Tier.GPU):
+            self._promote.popleft()
+            return True
+        while self._demote:
+            row = self._demote.popleft()
+            if rows.resident(row, Tier.GPU) and self.send_away(row):
+                return True
+        return False
+
+    def send_away(self, row: int) -> bool:
+        """GPU → arena, or → disk where the arena is full of rows that decode keeps."""
+        rows = self._rows
+        if rows.arena.spare > 1 and rows.begin_move(row, Tier.ARENA):
+            return True
+        if row in rows.pinned:
+            return False
+        rows.drop(row)
+        return True
+
+    def _make_room(self) -> bool:
+        """Drops passing rows so that demotions and the next request find places; hot rows only for
+        the last place."""
+        rows = self._rows
+        if len(rows.state) == 0 or rows.arena.count == 0:
+            return False
+        coming = rows.arena.spare + rows.arena.retired
+        if coming > (self.limits.moves if rows.passing else 0):
+            return False
+        row = rows.coldest(Tier.ARENA, self.priority)
+        if row is None:
+            return False
+        rows.drop(row)
+        return True
+
+    def _keep(self, candidates: I64) -> None:
+        rows = self._rows
+        kept = np.flatnonzero(rows.kept)
+        capacity = rows.gpu.limit + rows.arena.limit - self.limits.streaming
+        room = max(0, capacity - len(kept))
+        admitted, victims = self._policy.admit(candidates, kept, room)
+        rows.keep(victims.tolist(), False)
+        rows.keep(admitted.tolist(), True)
