@@ -43,6 +43,7 @@ def test_every_figure_is_as_defined(rows: int, blocks: int, seed: int) -> None:
     q = np.array([1.0, 4.0, -1.0, -4.0])[base.codes] * scale
     assert got.count == w.size
     assert got.zeros == (w == 0).sum()
+    assert got.negative_zeros == ((w == 0) & (base.codes >= 2)).sum()
     assert got.zero_fraction == (w == 0).mean()
     assert got.codes == tuple((base.codes == c).sum() for c in range(4))
     norm = np.sqrt((w**2).sum())
@@ -69,6 +70,7 @@ def test_merged_statistics_are_those_of_all_weights_in_any_order() -> None:
         ),
     )
     assert (merged.count, merged.zeros, merged.codes) == (whole.count, whole.zeros, whole.codes)
+    assert merged.negative_zeros == whole.negative_zeros
     assert (merged.scale_min, merged.scale_max) == (whole.scale_min, whole.scale_max)
     assert merged.relative_rms == pytest.approx(whole.relative_rms, rel=1e-12)
     assert merged.bias == pytest.approx(whole.bias, rel=1e-9)

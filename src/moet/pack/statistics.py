@@ -20,6 +20,7 @@ class ProjectionStatistics(Strict):
 
     count: Count
     zeros: Count
+    negative_zeros: Count
     codes: tuple[Count, Count, Count, Count]
     squares: Sum
     magnitudes: Sum

@@ -21,7 +21,8 @@ class MatrixStatistics:
 
     Sums, not ratios, so that statistics of several matrices add up to those of all their weights.
 
-    count: weights. zeros: those with w = 0. codes: how many of each code (+1, +4, −1, −4).
+    count: weights. zeros: those with w = 0; negative_zeros: those of them with a negative code,
+        about half where zeros lean to no side. codes: how many of each code (+1, +4, −1, −4).
     squares: Σ w². magnitudes: Σ |w|. squared_errors: Σ (q − w)². errors: Σ (q − w).
     scale_min, scale_max: least and largest scale · factor of a block that is not zero, in units of
         the weights; inf and 0 if there is none.
@@ -29,6 +30,7 @@ class MatrixStatistics:
 
     count: int
     zeros: int
+    negative_zeros: int
     codes: tuple[int, int, int, int]
     squares: float
     magnitudes: float
@@ -94,6 +96,7 @@ def merge_statistics(parts: Iterable[MatrixStatistics]) -> MatrixStatistics:
     return MatrixStatistics(
         count=sum(part.count for part in given),
         zeros=sum(part.zeros for part in given),
+        negative_zeros=sum(part.negative_zeros for part in given),
         codes=(plus_one, plus_four, minus_one, minus_four),
         squares=math.fsum(part.squares for part in given),
         magnitudes=math.fsum(part.magnitudes for part in given),
@@ -110,7 +113,7 @@ def matrix_statistics(weight: NDArray[np.float32], base: TwoBitMatrix) -> Matrix
     if base.codes.shape != weight.shape:
         raise ValueError(f"a base of {base.codes.shape} does not belong to {weight.shape} weights")
     sums = np.zeros((4, BLOCK))
-    counts = np.zeros(5, np.int64)
+    counts = np.zeros(6, np.int64)
     scale_values = E4M3_VALUES * base.factor
     _sum(weight, base.codes, base.scales, scale_values, sums, counts)
     squares, magnitudes, squared_errors, errors = (math.fsum(lanes) for lanes in sums)
@@ -118,6 +121,7 @@ def matrix_statistics(weight: NDArray[np.float32], base: TwoBitMatrix) -> Matrix
     return MatrixStatistics(
         count=weight.size,
         zeros=int(counts[4]),
+        negative_zeros=int(counts[5]),
         codes=(int(counts[0]), int(counts[1]), int(counts[2]), int(counts[3])),
         squares=squares,
         magnitudes=magnitudes,
@@ -141,7 +145,7 @@ def _sum(
     for n in range(weight.shape[0]):
         for b in range(scales.shape[1]):
             scale = scale_values[scales[n, b]]
-            big, negative, both, zeros = 0, 0, 0, 0
+            big, negative, both, zeros, negative_zeros = 0, 0, 0, 0, 0
             for i in range(BLOCK):
                 w = np.float64(weight[n, b * BLOCK + i])
                 code = codes[n, b * BLOCK + i]
@@ -155,8 +159,10 @@ def _sum(
                 negative += code >> 1
                 both += (code >> 1) & (code & 1)
                 zeros += w == 0
+                negative_zeros += (w == 0) & (code >> 1)
             counts[0] += BLOCK - big - negative + both
             counts[1] += big - both
             counts[2] += negative - both
             counts[3] += both
             counts[4] += zeros
+            counts[5] += negative_zeros
