@@ -215,8 +215,9 @@ class TieredResidency:
         self._reads.close()
         for kind in self._kinds.values():
             for _, copy in kind.rows.moving.values():
-                while not copy.done():
-                    self._device.wait(_BUSY_WAIT)
+                with suppress(Exception):  # a copy that failed has ended too
+                    while not copy.done():
+                        self._device.wait(_BUSY_WAIT)
             if kind.keeper is not None:
                 kind.keeper.close(self._device.done())
         self._owner.close()

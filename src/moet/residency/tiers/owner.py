@@ -102,9 +102,11 @@ class Owner:
             busy = self._run_commands()
             return (self._refuse() if self._broken else self._round()) or busy
         except Exception as error:
-            _LOG.exception("expert residency has failed; rows stay where they are.")
-            self._broken = error
-            self._give_up(error)
+            _LOG.exception("expert residency has stopped; rows stay where they are.")
+            self._broken = ResidencyError(
+                f"expert residency has stopped: {error!r}.", "The log has the cause."
+            )
+            self._give_up(self._broken)
             return True
 
     def load(self, precision: Precision, future: Future[None]) -> None:
