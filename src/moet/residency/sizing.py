@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import psutil
 
 from moet.errors import ConfigError
+from moet.units import byte_size
 
 _UNITS = {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
 _UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
@@ -60,8 +61,9 @@ def size_pool(
     if text == "auto":
         free = psutil.virtual_memory().available if available is None else available
         slots = fit_rows(rows, row_bytes, free - reserve)
-        why = f"{_size(free)} of memory are available and {_size(reserve)} stay in reserve, so " + (
-            "all fit" if slots == rows else f"{slots} of {rows} fit"
+        why = (
+            f"{byte_size(free)} of memory are available and {byte_size(reserve)} stay in "
+            "reserve, so " + ("all fit" if slots == rows else f"{slots} of {rows} fit")
         )
     elif match := re.fullmatch(r"(\d+(?:\.\d*)?)\s*%", text):
         percent = float(match[1])
@@ -77,14 +79,5 @@ def size_pool(
         why = f"{text} hold {slots} of {rows} rows"
     else:
         raise ConfigError(f"{name} {text!r} is not a size.", _FORMS)
-    total = f"{slots} slots of {_size(row_bytes)}, {_size(slots * row_bytes)} in all"
+    total = f"{slots} slots of {byte_size(row_bytes)}, {byte_size(slots * row_bytes)} in all"
     return Sizing(slots, f"{name}: {total} ({why}).")
-
-
-def _size(nbytes: int) -> str:
-    value, unit = float(nbytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{value:.4g} {unit}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 
 from moet.errors import MoetError, ResidencyError
 from moet.formats.layout import Precision
@@ -80,6 +81,7 @@ class _Part:
         present: frozenset[int],
     ) -> None:
         self.rows, self.missing, self.present = rows, frozenset(missing), present
+        self._used = present | self.missing
         self._planner, self._table, self._layer = planner, table, layer
         self._todo = missing[::-1]  # whose reads have not been started
         self._coming = missing  # not in memory yet
@@ -92,6 +94,7 @@ class _Part:
             return True
         while True:
             rows.reclaim(done, self.present)
+            self._drop_passing()
             self._start_reads()
             if not self._todo and rows.arena.spare:
                 break
@@ -117,6 +120,19 @@ class _Part:
             for row, (place, _) in rows.moving.items()
         )
 
+    def _drop_passing(self) -> None:
+        """Takes the places of passing rows first, so that those that are free stay so for moves
+        (here a dropped row's place is free at once, beside a running step only after it)."""
+        rows = self.rows
+        if not self._todo:
+            return
+        count = len(self._todo) + self._planner.limits.moves + 1 - rows.arena.spare
+        idle = (row for row in rows.passing if row not in self._used)
+        for row in list(islice(idle, max(0, count))):
+            rows.drop(row)
+        if self._table.flush():
+            rows.reclaim(0, self.present)
+
     def _start_reads(self) -> None:
         rows = self.rows
         while self._todo:
@@ -127,7 +143,7 @@ class _Part:
 
     def _evict(self) -> bool:
         """Drops the coldest arena row that this layer does not use."""
-        row = self.rows.coldest(Tier.ARENA, self._planner.priority, self.present | self.missing)
+        row = self.rows.coldest(Tier.ARENA, self._planner.priority, self._used)
         if row is None:
             return False
         self.rows.drop(row)
@@ -140,7 +156,7 @@ class _Part:
         if row is None:
             return False
         if not rows.gpu.spare:
-            victim = rows.coldest(Tier.GPU, self._planner.priority, self.present | self.missing)
+            victim = rows.coldest(Tier.GPU, self._planner.priority, self._used)
             if victim is None:
                 return False
             rows.drop(victim)
@@ -149,7 +165,7 @@ class _Part:
         return rows.begin_move(row, Tier.GPU, leaving=True)
 
     def _too_small(self) -> MoetError:
-        rows, used = self.rows, len(self.present | self.missing)
+        rows, used = self.rows, len(self._used)
         needed = max(rows.arena.count + 1, used + 2 - rows.gpu.count)
         return ResidencyError(
             f"layer index {self._layer}: a step uses {used} {rows.precision} rows at once, and an "

@@ -45,6 +45,8 @@ class TieredResidency:
             of several precisions.
         sizes: of the tiers, by precision. device: the memory, the table, the steps.
         heat_path: where heat outlives a restart, a file for each precision: `NAME.PRECISION.EXT`.
+        heat: decayed counts to begin with, by precision, float [layers, experts], where there is
+            no heat file.
         executor: runs reads; `options.io_threads` threads by default.
 
     Raises ConfigError for sizes that cannot work.
@@ -60,6 +62,7 @@ class TieredResidency:
         options: TierOptions,
         *,
         heat_path: Path | None = None,
+        heat: Mapping[Precision, NDArray[np.floating]] | None = None,
         executor: Executor | None = None,
     ) -> None:
         self.layers = tuple(layers)
@@ -83,20 +86,20 @@ class TieredResidency:
         self._kinds: dict[Precision, Kind] = {}
         try:
             for p, owned in rows.items():
-                heat, path = Heat(np.zeros(owned.shape), options.half_life), None
-                identity = f"{source.identity}:{p}"
+                path, identity = None, f"{source.identity}:{p}"
+                counts = (heat or {}).get(p, np.zeros(owned.shape))
                 if heat_path is not None:
                     path = heat_path.with_name(f"{heat_path.stem}.{p}{heat_path.suffix}")
-                    counts = load_heat(path, identity, self.layers, source.num_experts)
-                    if counts is not None:
-                        heat = Heat(counts, options.half_life)
+                    saved = load_heat(path, identity, self.layers, source.num_experts)
+                    counts = counts if saved is None else saved
+                decayed = Heat(counts, options.half_life)
                 row_bytes = source.layouts[p].row_bytes
                 tiers = RowTiers(p, owned, sizes[p], row_bytes, device, table, self._reads)
-                planner = Planner(tiers, heat, options, limits[p])
+                planner = Planner(tiers, decayed, options, limits[p])
                 self._kinds[p] = Kind(tiers, planner, np.zeros(owned.shape, np.int64))
                 if path is not None:
                     run = self._reads.background
-                    self._kinds[p].keeper = HeatKeeper(heat, path, identity, self.layers, run)
+                    self._kinds[p].keeper = HeatKeeper(decayed, path, identity, self.layers, run)
         except BaseException:
             self._reads.close()
             device.close()

@@ -51,8 +51,7 @@ class Planner:
         experts]) up to `step`."""
         touch(self.heat, self._policy, use, step)
         rows = self._rows
-        in_memory = rows.state >= RowState.RESIDENT
-        self._keep(np.flatnonzero(in_memory & ~rows.kept & (use.reshape(-1) > 0)))
+        self._keep(np.flatnonzero(~rows.kept & (use.reshape(-1) > 0)))
         resting = rows.state == RowState.RESIDENT
         promote, demote = swaps(
             self._policy,
@@ -85,13 +84,19 @@ class Planner:
             self._promote.popleft()
             return True
         while self._demote:
-            row = self._demote.popleft()
-            if rows.resident(row, Tier.GPU) and self.send_away(row):
+            row = self._demote[0]
+            if not rows.resident(row, Tier.GPU):
+                self._demote.popleft()
+                continue
+            if rows.arena.spare < 2 and (rows.places_coming or self._colder(row)):
+                return False  # the arena will have a place for it
+            self._demote.popleft()
+            if self.send_away(row):
                 return True
         return False
 
     def send_away(self, row: int) -> bool:
-        """GPU → arena, or → disk where the arena is full of rows that decode keeps."""
+        """GPU → arena, or → disk where the arena is full; whether the row may go."""
         rows = self._rows
         if rows.arena.spare > 1 and rows.begin_move(row, Tier.ARENA):
             return True
@@ -101,19 +106,30 @@ class Planner:
         return True
 
     def _make_room(self) -> bool:
-        """Drops passing rows so that demotions and the next request find places; hot rows only for
-        the last place."""
+        """Drops arena rows, so that there are free places for moves and for the next request:
+        passing rows, or colder ones than the next to leave the GPU; any for the last place."""
         rows = self._rows
-        if len(rows.state) == 0 or rows.arena.count == 0:
-            return False
-        coming = rows.arena.spare + rows.arena.retired
-        if coming > (self.limits.moves if rows.passing else 0):
+        free = rows.arena.spare + rows.places_coming
+        if free > self.limits.moves:
             return False
         row = rows.coldest(Tier.ARENA, self.priority)
         if row is None:
             return False
+        if (
+            free
+            and row not in rows.passing
+            and not (self._demote and self._colder(self._demote[0]))
+        ):
+            return False
         rows.drop(row)
         return True
+
+    def _colder(self, row: int) -> bool:
+        """Whether an arena row is worth less than this one."""
+        other = self._rows.coldest(Tier.ARENA, self.priority)
+        return other is not None and (
+            other in self._rows.passing or bool(self.priority[other] < self.priority[row])
+        )
 
     def _keep(self, candidates: I64) -> None:
         rows = self._rows

@@ -51,9 +51,9 @@ class RowTiers:
         DISK → READING → RESIDENT ⇄ MOVING        READING → DISK: it could not be read
         RESIDENT → DISK: dropped
 
-    Called by the owner thread only. Rows that decode *keeps* are `kept`; the other resident rows of
-    the arena are `passing`, oldest first. Pinned rows are not dropped: a step has been told that
-    they are in memory and has yet to read their entries.
+    Called by the owner thread only. Rows that decode *keeps* are `kept`, in memory or to be so from
+    their next use on; the other resident rows of the arena are `passing`, oldest first. Pinned rows
+    are not dropped: a step has been told that they are in memory and has yet to read their entries.
     """
 
     def __init__(
@@ -93,7 +93,13 @@ class RowTiers:
     @property
     def on_the_way(self) -> int:
         """Rows that hold two places, or did until readers of the old one end."""
-        return len(self.moving) + self.gpu.retired + self.arena.retired
+        old = self._table.giving_up + self.gpu.retired + self.arena.retired
+        return len(self.moving) + old
+
+    @property
+    def places_coming(self) -> int:
+        """Places that will be free when the step that runs is done, at most."""
+        return self._table.giving_up + self.arena.retired
 
     def begin_read(self, row: int, urgent: bool = False) -> bool:
         """DISK → READING, if the arena has a free place. The last one is for urgent reads only."""
@@ -164,7 +170,6 @@ class RowTiers:
         self._table.point(self._entry(row, None), old)
         self.state[row] = RowState.DISK
         self.tier[row], self.index[row] = Tier.DISK, -1
-        self.kept[row] = False
         self.passing.pop(row, None)
         self.counts.evictions += 1
 

@@ -18,6 +18,11 @@ class TableWriter:
         self._entries: list[Entry] = []
         self._old: list[tuple[Places, int, int]] = []
 
+    @property
+    def giving_up(self) -> int:
+        """Places that will be retired by the next flush."""
+        return len(self._old)
+
     def point(self, entry: Entry, old: tuple[Places, int, int] | None = None) -> None:
         """Changes an entry, whose row's bytes are in place; old: (tier, place, row) given up."""
         self._entries.append(entry)
