@@ -1,0 +1,75 @@
+"""Families beyond the first: served by stock vLLM with moet, compared with transformers.
+
+Each differs from the others in something that the experts' computation must honour: gpt-oss in
+stacks, biases and activation, Llama 4 in stacks and in router weights on the input, Kimi-K2.5 in a
+language model within another, Qwen3-Next in its hybrid attention, which vLLM's CPU build has in
+BF16 only.
+"""
+
+import pytest
+import torch
+
+from moet.checkpoints import Checkpoint
+from moet.eval.pack import packed_experts
+from moet.formats import Precision
+from moet.pack import Pack, PackRowSource
+from tests.fixtures.checkpoints import write_checkpoint
+from tests.vllm.plain import load_plain
+from tests.vllm.serving import engine, make_pack, prompt_logprobs, prompts, reference_logprobs
+
+pytestmark = pytest.mark.server
+IDS = prompts(256, (3, 17, 40, 90))
+
+# family → format, arguments of `write_checkpoint`, of the engine, largest error of a logprob
+CASES = {
+    "gpt_oss": ("mxfp4", {"layers": 2}, {}, 1e-4),
+    "llama4_text": ("bf16", {"top_k": 1, "layers": 2}, {}, 1e-4),
+    "kimi_k25": (
+        "nvfp4",
+        {"layers": 2},
+        {"attention_backend": "CPU_MLA", "limit_mm_per_prompt": {"image": 0}},
+        1e-4,
+    ),
+    # Every token goes to every expert: in BF16 the router's choice would differ now and then.
+    "qwen3_next": (
+        "bf16",
+        {"layers": 2, "mtp": False, "top_k": 8},
+        {"dtype": "bfloat16"},
+        0.2,
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def served(request, tmp_path_factory):
+    format, shape, options, tolerance = CASES[request.param]
+    place = tmp_path_factory.mktemp(request.param)
+    model = write_checkpoint(place / "model", request.param, format, **shape)
+    pack = make_pack(model, place / "pack")
+    settings = {"pack": str(pack), "precision": "fp4", "fp4_pool": "75%", "streaming_slots": 2}
+    with engine(model, settings, **options) as llm:
+        yield llm, model, pack, tolerance
+
+
+def test_every_precision_is_what_transformers_computes(served, tmp_path):
+    llm, model, pack, tolerance = served
+    opened = Pack.open(pack)
+    high = opened.layers[min(opened.layers)].layout.fp4.precision
+    expected, found = {}, {}
+    with Checkpoint.open(model) as checkpoint, PackRowSource(opened, checkpoint) as source:
+        for precision in (high, Precision.BASE):
+            reference = load_plain(
+                checkpoint, tmp_path / precision, packed_experts(source, precision)
+            )
+            expected[precision] = torch.cat(reference_logprobs(reference, IDS))
+    found[high] = torch.cat(prompt_logprobs(llm, IDS))
+    llm.collective_rpc(
+        "moet_configure", args=({"pack": str(pack), "base_pool": "75%", "streaming_slots": 2},)
+    )
+    found[Precision.BASE] = torch.cat(prompt_logprobs(llm, IDS))
+    for ours, other in ((high, Precision.BASE), (Precision.BASE, high)):
+        error = found[ours] - expected[ours]
+        print(ours, float(error.abs().max()), float((found[ours] - expected[other]).abs().max()))
+        assert error.abs().max() < tolerance
+        # What the experts' precision changes is far more than what BF16 elsewhere does.
+        assert 3 * error.norm() < (found[ours] - expected[other]).norm()
