@@ -202,7 +202,7 @@ def test_a_disk_without_room_for_a_shard(hub, tmp_path, monkeypatch):
     with open_hub(MODEL, tmp_path / "shards", endpoint=hub.url) as checkpoint:
         assert checkpoint.shards.room == max(map(checkpoint.shards.size, checkpoint.shards.files))
         checkpoint.shards.room = 1 << 60
-        with pytest.raises(PackError, match="GiB free"):
+        with pytest.raises(PackError, match="iB free"):
             write_pack(checkpoint, tmp_path / "pack", quantizer=QUANTIZERS["data-free"]())
 
 

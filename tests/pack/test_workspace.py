@@ -185,7 +185,7 @@ def test_too_small_a_disk_is_found_before_the_first_byte(
     room = 2**20  # for moet.json
     with monkeypatch.context() as patch:
         patch.setattr(os, "statvfs", statvfs_with(sum(sizes) + room - 1))
-        with pytest.raises(PackError, match=r"needs .* GiB, but its disk has"):
+        with pytest.raises(PackError, match=r"needs .*iB, but its disk has"):
             pack(checkpoint, tmp_path / "pack")
         assert not list(tmp_path.rglob("layer-*"))
     interrupt(checkpoint, tmp_path / "pack")

@@ -60,7 +60,7 @@ def test_auto_takes_all_rows_if_they_fit() -> None:
 def test_auto_says_why() -> None:
     options = {"name": "fp4_pool", "rows": 1000, "row_bytes": 10 << 20, "reserve": 2 * GIB}
     some = size_pool("auto", available=3 * GIB, **options)
-    assert "3 GiB of memory are available" in some.reason
+    assert "3.0 GiB of memory are available" in some.reason
     assert "102 of 1000 fit" in some.reason
     assert "all fit" in size_pool("auto", available=20 * GIB, **options).reason
 

@@ -26,6 +26,7 @@ from moet.pack.manifest import differences
 from moet.pack.strict import Strict
 from moet.quantize import LayerSamples
 from moet.quantize.moments import layer_moments
+from moet.units import byte_size
 
 
 class Journal(Strict):
@@ -129,8 +130,7 @@ class CalibrationWriter:
         free, size = status.f_bavail * status.f_frsize, self.layout.file_bytes
         if free < size:
             raise CalibrationError(
-                f"{self.out}: takes {size / 2**30:.2f} GiB, but its disk has {free / 2**30:.2f} "
-                "GiB free.",
+                f"{self.out}: takes {byte_size(size)}, but its disk has {byte_size(free)} free.",
                 "Choose another disk, or lower --budget.",
             )
         os.truncate(self._fd, size)

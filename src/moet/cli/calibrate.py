@@ -23,13 +23,15 @@ from moet.calibrate import (
 from moet.calibrate.layout import token_bytes
 from moet.checkpoints import Checkpoint
 from moet.checkpoints.keys import integer
+from moet.checkpoints.local import local_checkpoint
 from moet.cli.engine import engine_options, engine_settings
 from moet.cli.levels import refuse_biases
 from moet.cli.serve import find_pack
-from moet.cli.ui import err, out, resolve_model, size
+from moet.cli.ui import err, out
 from moet.errors import CalibrationError
 from moet.pack.identity import model_of
 from moet.residency.sizing import size_pool
+from moet.units import byte_size
 
 TOKENS = 131_072
 WINDOW = 2048
@@ -78,7 +80,7 @@ def calibrate(
 
         moet calibrate ./DeepSeek-R1-NVFP4 --text corpus.txt -o r1.calibration
     """
-    path = resolve_model(model)
+    path = local_checkpoint(model)
     settings = engine_settings(option)
     options = engine_options(engine)
     with Checkpoint.open(path) as checkpoint:
@@ -89,7 +91,7 @@ def calibrate(
     done = run(path, output, metadata, windows, settings, options, force=force)
     out.print(
         f"calibrated {len(metadata.layers)} layers on {metadata.total:,} tokens: "
-        f"[bold]{escape(str(done.path))}[/], {size(done.path.stat().st_size)}",
+        f"[bold]{escape(str(done.path))}[/], {byte_size(done.path.stat().st_size)}",
         soft_wrap=True,
     )
 
@@ -183,7 +185,7 @@ def _windows(
     affordable = size_pool(budget, name="--budget", rows=count, row_bytes=row).slots
     if affordable < min(window, count):
         raise CalibrationError(
-            f"--budget {budget} holds {affordable:,} tokens of {size(row)} each, less than a "
+            f"--budget {budget} holds {affordable:,} tokens of {byte_size(row)} each, less than a "
             f"window of {window:,}.",
             "Raise it, or make the window shorter.",
         )

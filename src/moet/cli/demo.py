@@ -18,10 +18,11 @@ import moet
 from moet.checkpoints import Checkpoint
 from moet.cli.pack import make_pack
 from moet.cli.server import Server
-from moet.cli.ui import emit_json, err, out, size
+from moet.cli.ui import emit_json, err, out
 from moet.errors import CheckpointError
 from moet.eval.heldout import read_heldout
 from moet.pack import Pack
+from moet.units import byte_size
 
 PROMPT = "class Stack:\n    def push(self, item):"
 QUESTION = "What is 64 minus 9?"
@@ -155,14 +156,14 @@ def _table(figures: dict[str, Any], pool: str) -> Table:
 
 
 def _lines(f: dict[str, Any], pool: str) -> Iterator[tuple[str, str]]:
-    yield "routed experts in BF16", size(f["bf16_bytes"])
-    yield "in the checkpoint (FP4)", size(f["checkpoint_bytes"])
-    yield "in the pack, 2 bits", size(f["base_bytes"])
-    yield f"in memory while serving ({pool})", size(f["resident_bytes"])
+    yield "routed experts in BF16", byte_size(f["bf16_bytes"])
+    yield "in the checkpoint (FP4)", byte_size(f["checkpoint_bytes"])
+    yield "in the pack, 2 bits", byte_size(f["base_bytes"])
+    yield f"in memory while serving ({pool})", byte_size(f["resident_bytes"])
     yield "experts found in memory", f"{f['hit_rate']:.1%}"
     yield (
         "bytes used from memory / read from disk",
-        (f"{size(f['memory_bytes'])} / {size(f['disk_bytes'])}"),
+        (f"{byte_size(f['memory_bytes'])} / {byte_size(f['disk_bytes'])}"),
     )
     yield "decoding", f"{f['tokens_per_second']:.0f} tokens/s"
     yield "KL to the FP4 model", f"{f['kl']:.3f} ± {f['kl_se']:.3f} nats"

@@ -10,8 +10,9 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from moet.cli.ui import emit_json, out, size
+from moet.cli.ui import emit_json, out
 from moet.pack import PackSummary, inspect_pack
+from moet.units import byte_size
 
 CODES = ("+1", "+4", "−1", "−4")  # in the order of the code's two bits
 BAR = " ▁▂▃▄▅▆▇█"
@@ -52,10 +53,10 @@ def _head(summary: PackSummary) -> Table:
             f"{summary.experts:,} of {summary.hidden} × {summary.intermediate} in "
             f"{len(summary.layers)} layers, {summary.weights:,} weights",
         ),
-        ("in BF16", size(summary.bf16_bytes)),
-        ("in the checkpoint", size(summary.source_bytes)),
-        ("at 2 bits", f"{size(summary.base_bytes)}, {_bits(summary):.2f} bits a weight"),
-        ("FP4 rows in the pack", size(summary.fp4_bytes) if summary.fp4_bytes else "none"),
+        ("in BF16", byte_size(summary.bf16_bytes)),
+        ("in the checkpoint", byte_size(summary.source_bytes)),
+        ("at 2 bits", f"{byte_size(summary.base_bytes)}, {_bits(summary):.2f} bits a weight"),
+        ("FP4 rows in the pack", byte_size(summary.fp4_bytes) if summary.fp4_bytes else "none"),
         ("slices", f"{summary.slices} (the most tensor parallelism)"),
         ("digest", summary.digest),
     ]
@@ -78,7 +79,7 @@ def _layers(summary: PackSummary, projections: bool) -> Table:
             f"{layer.layer}{' (draft)' if layer.mtp else ''}",
             layer.source_format,
             f"{layer.fp4_precision} ({layer.fp4_stored})",
-            size(layer.base_bytes),
+            byte_size(layer.base_bytes),
             *_errors(layer.statistics, worst),
         )
         for name, statistics in layer.projections.items() if projections else ():

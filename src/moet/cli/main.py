@@ -8,7 +8,7 @@ import typer
 from rich.markup import escape
 
 from moet import __version__
-from moet.cli import calibrate, demo, inspect, pack, plan, serve, verify
+from moet.cli import calibrate, demo, inspect, pack, plan, serve, simulate, verify
 from moet.cli import map as static_map
 from moet.cli.ui import err
 from moet.errors import MoetError
@@ -27,6 +27,7 @@ app.command("pack")(pack.pack)
 app.command("calibrate")(calibrate.calibrate)
 app.command("map")(static_map.make_map)
 app.command("plan")(plan.plan)
+app.command("simulate")(simulate.simulate_trace)
 app.command("inspect")(inspect.inspect)
 app.command("verify")(verify.verify)
 app.command("serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(

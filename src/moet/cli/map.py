@@ -13,13 +13,15 @@ from rich.markup import escape
 from moet.calibrate import Calibration
 from moet.calibrate.sensitivity import Sensitivity, choose, measure
 from moet.checkpoints import Checkpoint
+from moet.checkpoints.local import local_checkpoint
 from moet.cli.levels import open_calibration, swiglu_of
-from moet.cli.ui import err, out, resolve_model, size
+from moet.cli.ui import err, out
 from moet.errors import ConfigError
 from moet.pack import Pack, PackRowSource
 from moet.pack.files import write_file
 from moet.residency.sizing import size_pool
 from moet.settings import default_pack_path
+from moet.units import byte_size
 from moet.vllm.precision import named_map
 
 
@@ -62,7 +64,7 @@ def make_map(
     """
     if budget == "auto":
         raise ConfigError("--budget 'auto' is impossible.", "Give a share, bytes, or a number.")
-    with Checkpoint.open(resolve_model(model)) as checkpoint:
+    with Checkpoint.open(local_checkpoint(model)) as checkpoint:
         opened = open_calibration(calibration, checkpoint)
         made = Pack.open(pack or default_pack_path(checkpoint.name, checkpoint.identity))
         path = map_file(output, made.path, force=force)
@@ -74,7 +76,7 @@ def make_map(
     share = sum(sorted(sensitivity.error.reshape(-1), reverse=True)[:count])
     out.print(
         f"[bold]{escape(str(path))}[/]: {count} of {total} experts at FP4, "
-        f"{size(count * row_bytes)} of rows, which cause "
+        f"{byte_size(count * row_bytes)} of rows, which cause "
         f"{share / math.fsum(sensitivity.error.reshape(-1)):.0%} of the base's error",
         soft_wrap=True,
     )

@@ -15,10 +15,11 @@ from moet.cli.engine import engine_options, engine_settings
 from moet.cli.levels import level_quantizer
 from moet.cli.progress import Bar
 from moet.cli.source import open_source
-from moet.cli.ui import emit_json, out, size
+from moet.cli.ui import emit_json, out
 from moet.errors import ConfigError
 from moet.pack import PackReport, write_pack
 from moet.quantize import BaseQuantizer, DataFreeQuantizer
+from moet.units import byte_size
 
 
 def pack(
@@ -119,7 +120,8 @@ def pack(
     rate = report.checkpoint_bytes / max(report.seconds, 1e-9)
     out.print(
         f"packed {report.layers} layers into [bold]{escape(str(report.path))}[/]: "
-        f"{size(report.pack_bytes)}, {report.seconds:.1f} s, {size(rate)}/s of checkpoint",
+        f"{byte_size(report.pack_bytes)}, {report.seconds:.1f} s, "
+        f"{byte_size(rate)}/s of checkpoint",
         soft_wrap=True,
     )
 

@@ -8,7 +8,6 @@ from rich.console import RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from moet.cli.ui import size
 from moet.formats.layout import Precision
 from moet.plan.advice import Advice
 from moet.plan.inventory import Role
@@ -17,6 +16,7 @@ from moet.plan.ranges import Range
 from moet.plan.speed import Prediction
 from moet.plan.workload import DEPTH
 from moet.recipes import Recipe
+from moet.units import byte_size
 
 
 def show(plan: Plan, advice: Sequence[Advice], recipe: Recipe | None) -> Iterator[RenderableType]:
@@ -44,7 +44,7 @@ def _head(plan: Plan) -> Iterator[str]:
     yield (
         f"{geometry.architecture}: {plan.inventory.target_layers} layers of {geometry.num_experts} "
         f"experts, {geometry.top_k} a token; {plan.inventory.tensors:,} tensors, "
-        f"{size(plan.inventory.checkpoint_bytes)}"
+        f"{byte_size(plan.inventory.checkpoint_bytes)}"
     )
     yield from (f"[dim]{escape(note)}[/]" for note in plan.machine.notes)
 
@@ -65,24 +65,28 @@ def _parts(plan: Plan) -> Table:
         if not part.total:
             continue
         on_rank = plan.need.weights.get(role.value)
-        cell = "–" if on_rank is None else size(on_rank)
-        table.add_row(role.value, size(part.total), cell)
+        cell = "–" if on_rank is None else byte_size(on_rank)
+        table.add_row(role.value, byte_size(part.total), cell)
     row = inventory.layout(Precision.BASE).row_bytes
-    table.add_row("  experts at 2 bits", size(plan.base_bytes()), f"{size(plan.need.row)} a row")
-    table.add_row(f"  experts at FP4 ({inventory.fp4})", size(plan.fp4_bytes()), "–")
+    table.add_row(
+        "  experts at 2 bits", byte_size(plan.base_bytes()), f"{byte_size(plan.need.row)} a row"
+    )
+    table.add_row(f"  experts at FP4 ({inventory.fp4})", byte_size(plan.fp4_bytes()), "–")
     copies = plan.need.weights.get("attention's copies")
     if copies:
-        table.add_row("attention's copies", "–", size(copies))
+        table.add_row("attention's copies", "–", byte_size(copies))
     cache, work = plan.need.kv_cache, plan.workload
     table.add_row(
         f"KV cache, {work.streams} × {work.context:,} tokens ({work.kv_dtype})",
-        f"{size(cache.per_token)} a token",
-        size(plan.need.kv),
+        f"{byte_size(cache.per_token)} a token",
+        byte_size(plan.need.kv),
     )
     for name, nbytes in plan.need.workspace.items():
-        table.add_row(name, "–", size(nbytes))
+        table.add_row(name, "–", byte_size(nbytes))
     if tp > 1:
-        table.caption = f"{tp} ranks; a row is {size(row)} in all, {size(plan.need.row)} a rank"
+        table.caption = (
+            f"{tp} ranks; a row is {byte_size(row)} in all, {byte_size(plan.need.row)} a rank"
+        )
     return table
 
 
@@ -96,14 +100,14 @@ def _tiers(plan: Plan) -> Table:
         *((("host memory, pinned", placement.arena),) if machine.gpu else ()),
         ("disk only", placement.disk),
     ):
-        table.add_row(name, f"{rows:,}", f"{rows / placement.rows:.1%}", size(rows * whole))
+        table.add_row(name, f"{rows:,}", f"{rows / placement.rows:.1%}", byte_size(rows * whole))
     return table
 
 
 def _room(plan: Plan) -> Iterator[str]:
-    peak, ram = size(plan.host_load_peak()), size(plan.machine.ram)
+    peak, ram = byte_size(plan.host_load_peak()), byte_size(plan.machine.ram)
     yield f"host memory while loading: {peak} of {ram}"
-    yield f"disk: checkpoint {size(plan.disk.checkpoint)}, pack {size(plan.disk.pack)}"
+    yield f"disk: checkpoint {byte_size(plan.disk.checkpoint)}, pack {byte_size(plan.disk.pack)}"
     yield f"longest context that would fit: {plan.max_context:,} tokens\n"
 
 

@@ -13,9 +13,10 @@ from typing import Annotated, Any
 import typer
 
 from moet.checkpoints import Checkpoint
+from moet.checkpoints.local import local_checkpoint
 from moet.cli.engine import assignment
 from moet.cli.pack import make_pack
-from moet.cli.ui import err, resolve_model
+from moet.cli.ui import err
 from moet.errors import ConfigError
 from moet.pack import Pack
 from moet.recipes import find_recipe
@@ -80,7 +81,7 @@ def serve(
         rest = [*recipe.vllm_arguments(), *rest]
     Settings.parse(values)
     _check_port(rest)
-    path = resolve_model(model, recipe.revision if recipe else None)
+    path = local_checkpoint(model, recipe.revision if recipe else None)
     values["pack"] = str(find_pack(path, pack or values.get("pack"), make=make))
     command = serve_command(str(path), values, theirs, rest)
     os.execve(command[0], command, serve_environment())

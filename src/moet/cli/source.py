@@ -8,7 +8,7 @@ from pathlib import Path
 
 from moet.checkpoints import Checkpoint
 from moet.checkpoints.hub import SCHEME, HubShards, open_hub
-from moet.cli.ui import resolve_model
+from moet.checkpoints.local import local_checkpoint
 from moet.errors import ConfigError
 from moet.settings import default_pack_path
 
@@ -29,7 +29,7 @@ def open_source(
                 f"--keep-checkpoint is about {SCHEME}OWNER/NAME; {model} is here and stays here.",
                 "Leave it out.",
             )
-        with Checkpoint.open(resolve_model(model)) as checkpoint:
+        with Checkpoint.open(local_checkpoint(model)) as checkpoint:
             yield checkpoint, output or default_pack_path(checkpoint.name, checkpoint.identity)
         return
     place = output or default_pack_path(model.removeprefix(SCHEME), "hub")

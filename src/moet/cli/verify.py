@@ -11,8 +11,9 @@ import typer
 from rich.markup import escape
 
 from moet.checkpoints import Checkpoint
+from moet.checkpoints.local import local_checkpoint
 from moet.cli.progress import Bar
-from moet.cli.ui import emit_json, err, out, resolve_model
+from moet.cli.ui import emit_json, err, out
 from moet.pack import verify_pack
 
 
@@ -34,7 +35,9 @@ def verify(
         moet verify /nvme/r1.moet --model ./DeepSeek-R1-NVFP4
     """
     with ExitStack() as stack:
-        checkpoint = stack.enter_context(Checkpoint.open(resolve_model(model))) if model else None
+        checkpoint = (
+            stack.enter_context(Checkpoint.open(local_checkpoint(model))) if model else None
+        )
         bar = stack.enter_context(Bar("verifying"))
         problems = verify_pack(pack, bar, checkpoint=checkpoint)
     if as_json:

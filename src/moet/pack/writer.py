@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Generator, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,7 @@ from moet.pack.progress import Progress, Silent, Work
 from moet.pack.schedule import Step, schedule
 from moet.pack.workspace import Workspace, check_replaceable
 from moet.quantize.base import BaseQuantizer
+from moet.units import byte_size
 
 MAX_WORKERS = 16  # each holds an expert in float32; more would ask for memory nobody expects
 MANIFEST_ROOM = 2**20  # bytes, and as many again a layer over 64: moet.json with its statistics
@@ -150,9 +151,9 @@ def _write(
             for layer, expert in step.experts
         }
         try:
-            for future in as_completed(futures):
+            # In their order, so that an error loses no layer that was complete before it.
+            for future, layer in futures.items():
                 progress.advance(*future.result())
-                layer = futures[future]
                 if layer in writers and writers[layer].complete:
                     yield layer
         finally:
@@ -207,9 +208,8 @@ def _check_space(directory: Path, work: Work, room: int) -> None:
     needed = work.written + MANIFEST_ROOM * (1 + work.layers // 64) + room
     if free < needed:
         raise PackError(
-            f"{directory}: needs {needed / 2**30:.2f} GiB, but its disk has {free / 2**30:.2f} "
-            f"GiB free.",
-            f"Free {(needed - free) / 2**30:.2f} GiB, or choose a directory on another disk.",
+            f"{directory}: needs {byte_size(needed)}, but its disk has {byte_size(free)} free.",
+            f"Free {byte_size(needed - free)}, or choose a directory on another disk.",
         )
 
 

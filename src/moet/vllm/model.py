@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import LocalEntryNotFoundError
-
 from moet.checkpoints import Checkpoint
-from moet.errors import CheckpointError, PackError
+from moet.checkpoints.local import local_checkpoint
+from moet.errors import PackError
 from moet.pack import Pack
 from moet.settings import Settings, default_pack_path
 
@@ -20,24 +18,7 @@ def checkpoint_path(vllm_config: Any) -> Path:
     Raises CheckpointError for a hub name whose files are not on this machine.
     """
     config = vllm_config.model_config
-    path = Path(config.model)
-    if path.is_dir():
-        return path
-    try:
-        return Path(
-            snapshot_download(
-                config.model,
-                revision=config.revision,
-                cache_dir=vllm_config.load_config.download_dir,
-                local_files_only=True,
-            )
-        )
-    except LocalEntryNotFoundError:
-        raise CheckpointError(
-            f"{config.model} is not on this machine; a pack is made from, and served beside, the "
-            "checkpoint's own files.",
-            f"Run `hf download {config.model}` and `moet pack {config.model}`.",
-        ) from None
+    return local_checkpoint(config.model, config.revision, vllm_config.load_config.download_dir)
 
 
 def open_pack(settings: Settings, checkpoint: Checkpoint) -> Pack:

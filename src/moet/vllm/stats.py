@@ -15,6 +15,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from moet.residency.metrics import LATENCY_BOUNDS, Metrics
+from moet.units import byte_size
 
 _COUNTERS = {
     "steps": "Forward steps finished.",
@@ -81,7 +82,7 @@ def describe(metrics: Metrics) -> str:
     return (
         f"{metrics.steps} steps ({metrics.steps_without_miss} without a miss), "
         f"{metrics.hit_rate:.1%} of experts found in memory, {misses} read from disk "
-        f"({metrics.disk_bytes / 2**30:.2f} GiB, p99 {metrics.disk_latency.p99 * 1e3:.1f} ms), "
+        f"({byte_size(metrics.disk_bytes)}, p99 {metrics.disk_latency.p99 * 1e3:.1f} ms), "
         f"{metrics.stall_seconds:.1f} s waited for disk"
     )
 
