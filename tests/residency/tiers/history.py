@@ -229,7 +229,6 @@ class History:
             assert resident == sum(row[0] == precision for row in self.device.table)
             passing = np.flatnonzero((rows.tier == Tier.ARENA) & ~rows.kept)
             assert sorted(rows.passing) == passing.tolist()
-            assert not (rows.kept & (rows.tier == Tier.DISK)).any()
 
     def _check_counts(self) -> None:
         now = self.manager.metrics()

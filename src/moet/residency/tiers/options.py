@@ -97,5 +97,7 @@ def check_sizes(
     beyond = sizes.slots + sizes.places - needed - 1
     moves = max(1, min(options.max_moves, sizes.places // 4, beyond))
     wanted = needed if options.streaming is None else options.streaming
+    if sizes.slots + sizes.places - moves > rows:  # nothing needs to pass through
+        wanted = 0
     streaming = min(sizes.places, max(1 + moves, min(wanted, sizes.places // 2)))
     return Limits(moves, streaming)
