@@ -186,7 +186,7 @@ class SimDevice(TierDevice):
     def counts(self) -> Counts:
         return Counts(self._decoded, self._local, self._use, self._rows)
 
-    def wait(self, seconds: float) -> None:
+    def wait(self, seconds: float, seen: int) -> None:
         self.tick()
 
     def close(self) -> None:

@@ -51,7 +51,7 @@ class ThreadDevice(TierDevice):
         self._pace = Random(seed)
         self._engine = ThreadPoolExecutor(2)
         self._request: Request | None = None
-        self._posted, self._answered = threading.Event(), threading.Event()
+        self._posted, self._answered = threading.Condition(), threading.Event()
         self._ok = False
         self._number = self._begun = self._done = 0
         precisions = {row[0] for row in expected}
@@ -92,14 +92,14 @@ class ThreadDevice(TierDevice):
         assert self._request is not None
         assert self._request.number == number
         self._request, self._ok = None, ok
-        self._posted.clear()
         self._answered.set()
 
     def counts(self) -> Counts:
         return Counts(self._decoded, self._local, self._use, self._rows)
 
-    def wait(self, seconds: float) -> None:
-        self._posted.wait(seconds)
+    def wait(self, seconds: float, seen: int) -> None:
+        with self._posted:
+            self._posted.wait_for(lambda: self._number > seen, seconds)
 
     def close(self) -> None:
         self._engine.shutdown()
@@ -133,10 +133,12 @@ class ThreadDevice(TierDevice):
             raise StepError(self._begun)
 
     def _ensure(self, layer: int, missing: list[Row], present: list[Row]) -> bool:
-        self._number += 1
         self._answered.clear()
-        self._request = Request(self._number, layer, _by_precision(missing), _by_precision(present))
-        self._posted.set()
+        with self._posted:
+            self._number += 1
+            by_precision = _by_precision(missing), _by_precision(present)
+            self._request = Request(self._number, layer, *by_precision)
+            self._posted.notify()
         assert self._answered.wait(30), "a request waits for ever"
         return self._ok
 

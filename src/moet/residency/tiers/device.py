@@ -139,8 +139,9 @@ class TierDevice(ABC):
         """The counts so far; never waits for the device."""
 
     @abstractmethod
-    def wait(self, seconds: float) -> None:
-        """Blocks, without holding the interpreter, until a request waits or the time is over."""
+    def wait(self, seconds: float, seen: int) -> None:
+        """Blocks, without holding the interpreter, until a request with a higher number than `seen`
+        waits or the time is over."""
 
     @abstractmethod
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -27,10 +28,6 @@ from moet.residency.tiers.planner import Planner
 from moet.residency.tiers.reads import RowReads
 from moet.residency.tiers.rows import RowTiers
 from moet.residency.tiers.table import TableWriter
-
-# How long the owner thread waits in the device at a time: with copies or reads in flight, which no
-# event announces, and without.
-_BUSY_WAIT, _IDLE_WAIT = 50e-6, 2e-3
 
 
 class TieredResidency:
@@ -220,7 +217,7 @@ class TieredResidency:
             for _, copy in kind.rows.moving.values():
                 with suppress(Exception):  # a copy that failed has ended too
                     while not copy.done():
-                        self._device.wait(_BUSY_WAIT)
+                        time.sleep(1e-3)
             if kind.keeper is not None:
                 kind.keeper.close(self._device.done())
         self._owner.close()
@@ -245,4 +242,4 @@ class TieredResidency:
     def _run(self) -> None:
         while not self._stop:
             if not self._owner.round():
-                self._device.wait(_BUSY_WAIT if self._owner.in_flight else _IDLE_WAIT)
+                self._owner.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,10 @@ from moet.residency.tiers.table import TableWriter
 
 _LOG = logging.getLogger(__name__)
 _FAILURES_KEPT = 256
+
+# How long to wait at a time, in seconds: while the device waits for reads or copies, while others
+# are in flight, and while nothing is.
+_URGENT_WAIT, _BUSY_WAIT, _IDLE_WAIT = 50e-6, 500e-6, 2e-3
 
 Command = Callable[[Future[None]], None]
 
@@ -65,6 +70,7 @@ class Owner:
         self._commands: deque[tuple[Command, Future[None]]] = deque()
         self._deferred: list[tuple[Command, Future[None]]] = []
         self._ensure: Ensure | None = None
+        self._seen = 0  # the newest request's number
         self._asked = 0.0  # when the open request was seen
         self._pinned_until = 0  # the step whose missing rows are pinned
         self._planned = 0  # the newest finished step when moves were last decided
@@ -91,6 +97,13 @@ class Owner:
         return self._ensure is not None or any(
             kind.rows.reading or kind.rows.moving for kind in self._kinds.values()
         )
+
+    def wait(self) -> None:
+        """Waits for the next round's work: longest where the device will announce it."""
+        urgent = self._ensure is not None
+        seconds = _URGENT_WAIT if urgent else _BUSY_WAIT if self.in_flight else _IDLE_WAIT
+        # While the device is to be quiet its requests are not served.
+        self._device.wait(seconds, sys.maxsize if self._quiet else self._seen)
 
     def round(self) -> bool:
         """Does what can be done now; whether there was anything.
@@ -215,6 +228,7 @@ class Owner:
             request = self._device.poll()
             if request is None:
                 return False
+            self._seen = request.number
             self._asked = time.perf_counter()
             self._pinned_until = self._device.begun()
             tiers = {precision: kind.rows for precision, kind in self._kinds.items()}

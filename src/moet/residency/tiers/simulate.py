@@ -200,7 +200,7 @@ class _Device(TierDevice):
     def counts(self) -> Counts:
         return Counts(self._steps, self._local, {_KIND: self._use}, self._rows)
 
-    def wait(self, seconds: float) -> None:
+    def wait(self, seconds: float, seen: int) -> None:
         """Nothing: nothing takes time."""
 
     def close(self) -> None:
