@@ -153,6 +153,7 @@ class SimDevice(TierDevice):
 
     def publish(self, entries: Sequence[Entry]) -> None:
         assert not self.capturing
+        self._others(0.2)  # steps begin and read old entries
         for entry in entries:
             self._others()
             row, place = entry[:3], entry.place
@@ -212,9 +213,9 @@ class SimDevice(TierDevice):
         elif self.executor.jobs and self.rng.random() < self.disk_speed:
             self.executor.run(self.rng.randrange(len(self.executor.jobs)))
 
-    def _others(self) -> None:
+    def _others(self, long: float = 0.05) -> None:
         if self.preempt:
-            more = 0.9 if self.rng.random() < 0.05 else 0.3  # now and then for long
+            more = 0.9 if self.rng.random() < long else 0.3
             while self.rng.random() < more:
                 self.tick()
 

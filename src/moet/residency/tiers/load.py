@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
 
+import numpy as np
+
 from moet.residency.tiers.device import Tier
 from moet.residency.tiers.planner import Planner
 from moet.residency.tiers.rows import RowState, RowTiers
@@ -40,7 +42,7 @@ class Load:
             if row in errors:
                 self._error = self._error or errors[row]
             elif self._rows.resident(row, Tier.ARENA):
-                self._rows.keep([row], True)
+                self._rows.keep(np.array([row]), True)
                 if row in self._for_gpu:
                     self._planner.promote(row)
                     self._moving.add(row)

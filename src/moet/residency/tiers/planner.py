@@ -110,17 +110,15 @@ class Planner:
         passing rows, or colder ones than the next to leave the GPU; any for the last place."""
         rows = self._rows
         free = rows.arena.spare + rows.places_coming
-        if free > self.limits.moves:
+        if free > self.limits.moves or (free and not rows.passing and not self._demote):
             return False
         row = rows.coldest(Tier.ARENA, self.priority)
         if row is None:
             return False
-        if (
-            free
-            and row not in rows.passing
-            and not (self._demote and self._colder(self._demote[0]))
-        ):
-            return False
+        if free and row not in rows.passing:
+            leaves = self._demote[0] if self._demote else row
+            if not self.priority[row] < self.priority[leaves]:
+                return False
         rows.drop(row)
         return True
 
@@ -137,5 +135,5 @@ class Planner:
         capacity = rows.gpu.limit + rows.arena.limit - self.limits.streaming
         room = max(0, capacity - len(kept))
         admitted, victims = self._policy.admit(candidates, kept, room)
-        rows.keep(victims.tolist(), False)
-        rows.keep(admitted.tolist(), True)
+        rows.keep(victims, False)
+        rows.keep(admitted, True)

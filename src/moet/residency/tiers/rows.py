@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Iterable
+from collections.abc import Container
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import IntEnum
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from moet.errors import ConfigError, ResidencyError
 from moet.formats.layout import Precision
 from moet.residency.reader import ReadResult
-from moet.residency.tiers.device import Copy, Entry, Place, Tier, TierDevice
+from moet.residency.tiers.device import I64, Copy, Entry, Place, Tier, TierDevice
 from moet.residency.tiers.options import TierSizes
 from moet.residency.tiers.places import Places
 from moet.residency.tiers.reads import RowReads
@@ -32,6 +32,9 @@ class RowState(IntEnum):
     READING = 1
     RESIDENT = 2
     MOVING = 3
+
+
+_RESIDENT = int(RowState.RESIDENT)  # members are slow to look up where it is done for every row
 
 
 @dataclass
@@ -88,7 +91,7 @@ class RowTiers:
 
     def resident(self, row: int, tier: Tier) -> bool:
         """Whether the row rests in this tier."""
-        return bool(self.state[row] == RowState.RESIDENT and self.tier[row] == tier)
+        return bool(self.state[row] == _RESIDENT and self.tier[row] == tier)
 
     @property
     def on_the_way(self) -> int:
@@ -178,13 +181,14 @@ class RowTiers:
         freed = self.arena.reclaim(done, present)
         return self.gpu.reclaim(done, present) or freed
 
-    def keep(self, rows: Iterable[int], kept: bool) -> None:
+    def keep(self, rows: I64, kept: bool) -> None:
         """Decode keeps these rows from now on, or does not."""
-        for row in rows:
-            self.kept[row] = kept
+        self.kept[rows] = kept
+        resting = (self.state[rows] == RowState.RESIDENT) & (self.tier[rows] == Tier.ARENA)
+        for row in rows[resting].tolist():
             if kept:
                 self.passing.pop(row, None)
-            elif self.resident(row, Tier.ARENA):
+            else:
                 self.passing[row] = None
 
     def coldest(
@@ -195,11 +199,16 @@ class RowTiers:
             for row in self.passing:
                 if row not in self.pinned and row not in exclude:
                     return row
-        rows = np.flatnonzero((self.state == RowState.RESIDENT) & (self.tier == tier))
-        order = np.lexsort((rows, priority[rows], self.kept[rows]))
-        for row in rows[order].tolist():
-            if row not in self.pinned and row not in exclude:
-                return int(row)
+        resting = (self.state == RowState.RESIDENT) & (self.tier == tier)
+        for group in (resting & ~self.kept, resting & self.kept):
+            rows = np.flatnonzero(group)
+            worth = priority[rows]
+            for _ in range(len(rows)):  # sorting all to get at the first would take longer
+                lowest = int(np.argmin(worth))
+                row = int(rows[lowest])
+                if row not in self.pinned and row not in exclude:
+                    return row
+                worth[lowest] = np.inf
         return None
 
     def resize(self, tier: Tier, count: int) -> None:
