@@ -95,6 +95,9 @@ class History:
 
     def _sizes(self) -> TierSizes:
         rng, rows = self.rng, self.layers * self.experts
+        if rng.random() < 0.4:  # just enough for a step that uses as many rows as it may
+            places = rng.randint(2, self.top + 2)
+            return TierSizes(self.top + 2 - places, places)
         return TierSizes(rng.randint(0, rows), rng.randint(1, rng.choice((4, rows + 4))))
 
     def _manager(self) -> TieredResidency:
@@ -124,7 +127,8 @@ class History:
             for precision in tables:
                 candidates = np.flatnonzero(self.rows[precision][layer]).tolist()
                 top = min(self.top, len(candidates))
-                count = top if phase == Phase.SCAN else rng.randint(0, top)
+                full = phase == Phase.SCAN or rng.random() < 0.4
+                count = top if full else rng.randint(0, top)
                 used[precision] = rng.sample(candidates, count)
                 self.used[phase] += count
             layers.append((layer, used))

@@ -120,6 +120,17 @@ def _always_ready(self: Any, done: int, errors: Any) -> bool:
     return True
 
 
+def _no_move_counts(self: Any) -> int:
+    return 0
+
+
+_begin_read = RowTiers.begin_read
+
+
+def _greedy_read(self: Any, row: int, urgent: bool = False) -> bool:
+    return _begin_read(self, row, urgent=True)
+
+
 MUTATIONS: dict[str, tuple[type, str, Any]] = {
     "the epoch is read before the table changes": (TableWriter, "flush", _early_epoch),
     "a place is reused at once": (Places, "reclaim", _hasty_reclaim),
@@ -128,6 +139,8 @@ MUTATIONS: dict[str, tuple[type, str, Any]] = {
     "a row is published before its copy ends": (RowTiers, "finish_moves", _no_wait),
     "nothing is pinned": (RowTiers, "pinned", property(lambda self: (), lambda self, rows: None)),
     "retired places are lost": (Places, "retire", _leak),
+    "any number of rows may move": (RowTiers, "on_the_way", property(_no_move_counts)),
+    "loading takes the last place": (RowTiers, "begin_read", _greedy_read),
     "capture does not wait": (Owner, "_try_quiet", _restless),
     "a request is answered before its rows are there": (Ensure, "advance", _always_ready),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -103,9 +104,6 @@ def test_rows_of_a_pack_are_right_at_any_time(pack_path: Path, policy: str) -> N
         shrunk = manager.resize(BASE, TierSizes(2, 5))
         served.steps(rng, 20)
         shrunk.result(timeout=10)
-        with manager.quiet():
-            before = dict(served.device.table)
-            assert served.device.table == before
         served.steps(rng, 20)
         now = manager.metrics()
         assert now.steps == 100
@@ -115,6 +113,23 @@ def test_rows_of_a_pack_are_right_at_any_time(pack_path: Path, policy: str) -> N
         assert now.tiers[BASE, Tier.GPU].places == 2
         assert sum(now.hits.values()) > 100
         assert now.stall_seconds > 0
+
+
+def test_nothing_starts_while_the_device_is_to_be_quiet(pack_path: Path) -> None:
+    with serve(pack_path) as served:
+        manager = served.manager
+        served.steps(Random(2), 10)
+        with manager.quiet(), manager.quiet():
+            before = dict(served.device.table)
+            loads = manager.begin_preload()
+            grown = manager.resize(BASE, TierSizes(8, 8))
+            time.sleep(0.05)
+            assert served.device.table == before
+            assert not any(future.done() for future in [*loads, grown])
+        for future in [*loads, grown]:
+            future.result(timeout=10)
+        assert served.device.table != before
+        served.steps(Random(3), 10)
 
 
 def test_preload_fills_the_tiers_and_heat_outlives_a_restart(

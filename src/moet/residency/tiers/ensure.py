@@ -112,11 +112,9 @@ class _Part:
 
     def _becoming_free(self) -> int:
         """Arena places that will be free when the copies that run have ended."""
-        rows = self.rows
-        if not rows.moving:
-            return 0
+        rows, arena, gpu = self.rows, Tier.ARENA, Tier.GPU
         return sum(
-            rows.tier[row] == Tier.ARENA and place.tier == Tier.GPU and row not in self.present
+            rows.tier[row] == arena and place.tier == gpu and row not in self.present
             for row, (place, _) in rows.moving.items()
         )
 
