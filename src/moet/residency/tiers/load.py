@@ -32,13 +32,13 @@ class Load:
         self._reading: set[int] = set()
         self._moving: set[int] = set()
         self._error: Exception | None = None
-        self.total, self.arrived_rows = len(self._todo), 0
+        self.total, self.seen = len(self._todo), 0  # rows
 
     def arrived(self, errors: Mapping[int, Exception]) -> None:
         """Sees to the rows whose reads have ended; errors: of reads that have just failed."""
         for row in [row for row in self._reading if row not in self._rows.reading]:
             self._reading.remove(row)
-            self.arrived_rows += 1
+            self.seen += 1
             if row in errors:
                 self._error = self._error or errors[row]
             elif self._rows.resident(row, Tier.ARENA):
@@ -54,7 +54,7 @@ class Load:
             row = self._todo[0]
             if rows.state[row] != RowState.DISK:
                 self._todo.popleft()
-                self.arrived_rows += 1
+                self.seen += 1
                 continue
             if not rows.begin_read(row):
                 break

@@ -129,8 +129,8 @@ class TieredResidency:
                 with suppress(FutureTimeout):
                     future.result(timeout=0.2)
                 if progress is not None:
-                    loads = [kind.load for kind in self._kinds.values() if kind.load is not None]
-                    progress(sum(x.arrived_rows for x in loads), sum(x.total for x in loads))
+                    loaded = [kind.loaded for kind in self._kinds.values()]
+                    progress(sum(seen for seen, _ in loaded), sum(total for _, total in loaded))
                 if future.done():
                     break
 

@@ -39,13 +39,15 @@ Command = Callable[[Future[None]], None]
 
 @dataclass
 class Kind:
-    """One precision's rows and what goes on with them. drained: the use that was planned with."""
+    """One precision's rows and what goes on with them. drained: the use that was planned with.
+    loaded: rows that the last load has seen to, and all that it has to."""
 
     rows: RowTiers
     planner: Planner
     drained: I64
     keeper: HeatKeeper | None = None
     load: Load | None = None
+    loaded: tuple[int, int] = (0, 0)
 
 
 class Owner:
@@ -261,8 +263,10 @@ class Owner:
         self._shrinks = [shrink for shrink in self._shrinks if not shrink.advance()]
         busy = False
         for kind in self._kinds.values():
-            if kind.load is not None and kind.load.advance():
-                kind.load = None
+            if kind.load is not None:
+                over = kind.load.advance()
+                kind.loaded = (kind.load.seen, kind.load.total)
+                kind.load = None if over else kind.load
             busy |= kind.planner.move()
         return busy
 
