@@ -209,8 +209,10 @@ class Owner:
         self._table.flush()
         if self._quiet:
             return busy
-        if self._serve(done, errors):
-            return True
+        answered = self._serve(done, errors)
+        if answered is not None:
+            # Not busy while reads are waited for: their threads need the interpreter.
+            return busy or answered
         if self._pinned_until and done >= self._pinned_until:
             self._pinned_until = 0
             for kind in self._kinds.values():
@@ -224,12 +226,12 @@ class Owner:
             self._table.flush()
         return busy
 
-    def _serve(self, done: int, errors: Mapping[Precision, Mapping[int, Exception]]) -> bool:
-        """Goes on with the open request; whether there is one."""
+    def _serve(self, done: int, errors: Mapping[Precision, Mapping[int, Exception]]) -> bool | None:
+        """Goes on with the open request; whether it was answered, None if there is none."""
         if self._ensure is None:
             request = self._device.poll()
             if request is None:
-                return False
+                return None
             self._seen = request.number
             self._asked = time.perf_counter()
             self._pinned_until = self._device.begun()
@@ -242,7 +244,7 @@ class Owner:
         if ready:
             self._ensure = None
             self._answer(ensure.request.number, ensure.step, ensure.request.layer, ensure.error)
-        return True
+        return ready
 
     def _answer(self, number: int, step: int, layer: int, error: Exception | None) -> None:
         self.counters.requests += 1
