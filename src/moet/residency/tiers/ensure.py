@@ -52,12 +52,13 @@ class Ensure:
         """
         ready = True
         for part in self._parts:
+            failed = errors.get(part.rows.precision, {})
+            self.error = next((failed[row] for row in failed if row in part.missing), None)
+            if self.error is not None:
+                return True
             try:
-                for row, error in errors.get(part.rows.precision, {}).items():
-                    if row in part.missing:
-                        raise error
                 ready &= part.advance(done)
-            except Exception as error:
+            except ResidencyError as error:
                 self.error = error
                 return True
         return ready
@@ -108,7 +109,9 @@ class _Part:
                     raise self._too_small()
                 break
             self._table.flush()
-        return not any(rows.state[row] in (RowState.DISK, RowState.READING) for row in self.missing)
+        there = rows.state >= RowState.RESIDENT
+        self._coming = [row for row in self._coming if not there[row]]
+        return not self._coming
 
     def _becoming_free(self) -> int:
         """Arena places that will be free when the copies that run have ended."""
