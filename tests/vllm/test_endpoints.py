@@ -131,5 +131,5 @@ def test_polling_stops_quietly_when_the_worker_has_no_such_method(monkeypatch):
 def test_a_line_for_the_log():
     assert describe(METRICS) == (
         "10 steps (4 without a miss), 71.4% of experts found in memory, 12 read from disk "
-        "(0.00 GiB, p99 1.0 ms), 0.5 s waited for disk"
+        "(1.2 KiB, p99 1.0 ms), 0.5 s waited for disk"
     )
