@@ -113,14 +113,6 @@ def main() -> None:
             print(row, flush=True)
             rows.append(row)
 
-    for model in MODELS:
-        if model.name not in arguments.models:
-            continue
-        for kind in arguments.precisions:
-            take(bench.experts(model, kind, arguments.tokens, fp8_activations=False))
-        if model is MODELS[0]:
-            take(bench.experts(model, "base", arguments.tokens, fp8_activations=True))
-            take(bench.pinned())
     extra = {
         "gpu": torch.cuda.get_device_name(),
         "cuda": torch.version.cuda,
@@ -129,9 +121,17 @@ def main() -> None:
         "host_to_device_gbps": round(bench.copy, 1),
         "run_id": arguments.run_id,
     }
-    write_result(
-        arguments.out, rows, extra | ({"commit": arguments.commit} if arguments.commit else {})
-    )
+    if arguments.commit:
+        extra["commit"] = arguments.commit
+    for model in MODELS:
+        if model.name not in arguments.models:
+            continue
+        for kind in arguments.precisions:
+            take(bench.experts(model, kind, arguments.tokens, fp8_activations=False))
+        if model is MODELS[0]:
+            take(bench.experts(model, "base", arguments.tokens, fp8_activations=True))
+            take(bench.pinned())
+        write_result(arguments.out, rows, extra)  # (a run may be cut short)
 
 
 if __name__ == "__main__":

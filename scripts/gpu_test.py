@@ -1,12 +1,13 @@
 """Runs the tests that need an NVIDIA GPU and writes what they said to bench/results/.
 
-    python scripts/gpu_test.py [PYTEST ARGUMENTS]
+    python scripts/gpu_test.py [--out FILE] [PYTEST ARGUMENTS]
 
-The file, gpu-tests-<gpu>.json, has one row a test: its name, outcome and seconds.
+The file, gpu-tests-<gpu>.json unless named, has one row a test: its name, outcome and seconds.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -36,11 +37,14 @@ class Outcomes:
 
 
 def main() -> int:
+    gpu = torch.cuda.get_device_name()
+    parser = argparse.ArgumentParser(description=__doc__)
+    default = Path("bench/results") / f"gpu-tests-{gpu.split()[-1].lower()}.json"
+    parser.add_argument("--out", type=Path, default=default)
+    parsed, others = parser.parse_known_args()
     outcomes = Outcomes()
-    status = pytest.main(["-q", "-m", "gpu", "tests/gpu", *sys.argv[1:]], plugins=[outcomes])
-    gpu = torch.cuda.get_device_name().split()[-1].lower()
-    path = Path("bench/results") / f"gpu-tests-{gpu}.json"
-    write_result(path, outcomes.rows, {"gpu": torch.cuda.get_device_name()})
+    status = pytest.main(["-q", "-m", "gpu", *(others or ["tests/gpu"])], plugins=[outcomes])
+    write_result(parsed.out, outcomes.rows, {"gpu": gpu})
     return int(status)
 
 
