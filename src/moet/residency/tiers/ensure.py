@@ -50,17 +50,18 @@ class Ensure:
         Args:
             done: the newest finished step. errors: of the reads that have just failed.
         """
-        ready = True
         for part in self._parts:
             failed = errors.get(part.rows.precision, {})
-            self.error = next((failed[row] for row in failed if row in part.missing), None)
+            error = next((failed[row] for row in failed if row in part.missing), None)
+            self.error = self.error or error
+        ready = True
+        for part in self._parts:
             if self.error is not None:
-                return True
+                part.give_up()
             try:
                 ready &= part.advance(done)
             except ResidencyError as error:
-                self.error = error
-                return True
+                self.error, ready = error, False
         return ready
 
 
@@ -87,6 +88,10 @@ class _Part:
         self._todo = missing[::-1]  # whose reads have not been started
         self._coming = missing  # not in memory yet
         rows.pinned = self.missing
+
+    def give_up(self) -> None:
+        """Brings in no more rows; that a place is left free matters all the same."""
+        self._todo, self._coming = [], []
 
     def advance(self, done: int) -> bool:
         """Goes on as far as possible; whether all missing rows are in memory."""
