@@ -7,7 +7,8 @@
 #include "prefill_weights.cuh"
 
 constexpr int kThreads = 256;
-constexpr int kColumns = 64;
+constexpr int kColumns = TILE_TOKENS;
+static_assert(kColumns <= 64, "accumulators for so many fit the registers");
 constexpr int kStages = 4;
 constexpr int kWeightBytes = 16 * (512 + 64);  // two k blocks of NVFP4, or four of base
 
@@ -27,7 +28,8 @@ struct Products {
   static constexpr int kStep = kE4m3 ? 4 : 2;  // k blocks in a stage
   static constexpr int kBlocks = DOWN ? kInterBlocks : kHiddenBlocks;
   static constexpr int kSteps = (kBlocks + kStep - 1) / kStep;
-  static constexpr int kTiles = 8 * kStep;  // of a stage: [group][block][gate, up] or [group][block]
+  // Of a stage: [group][block][gate, up] or [group][block].
+  static constexpr int kTiles = 8 * kStep;
   static constexpr int kScaleOffset = kTiles * Format<P>::kCodeBytes;
   static constexpr int kGroups = DOWN ? 8 : 4;
   static_assert(kScaleOffset + kTiles * Format<P>::kScaleBytes <= kWeightBytes, "a stage fits");
@@ -79,8 +81,9 @@ struct Products {
       if (kBlocks % kStep != 0 && step * kStep + i >= kBlocks) break;
       const int here = (tile + i) * (DOWN ? 1 : 2);
       H words;
-      words.load(stage + here * Format<P>::kCodeBytes + H::code_offset(g, t, half),
-                 stage + kScaleOffset + here * Format<P>::kScaleBytes + H::scale_offset(g, t, half));
+      const u32 scales = stage + kScaleOffset + H::scale_offset(g, t, half);
+      words.load(stage + H::code_offset(g, t, half) + here * Format<P>::kCodeBytes,
+                 scales + here * Format<P>::kScaleBytes);
       u32 a[2][2][4];
       if constexpr (kE4m3) words.to_e4m3(a);
       else words.to_bf16(a);
@@ -139,11 +142,15 @@ struct Products {
       if (kE4m3) shared.scale[column] = arguments.scale[row];
     }
     __syncthreads();
+    const auto with = [&](auto sixteens) {
+      constexpr int V = decltype(sixteens)::kValue;
+      if constexpr (V * 16 <= TILE_TOKENS) run<V>(item, columns);
+    };
     switch ((columns + 15) / 16) {
-      case 1: return run<1>(item, columns);
-      case 2: return run<2>(item, columns);
-      case 3: return run<3>(item, columns);
-      default: return run<4>(item, columns);
+      case 1: return with(Kind<1>());
+      case 2: return with(Kind<2>());
+      case 3: return with(Kind<3>());
+      default: return with(Kind<4>());
     }
   }
 };

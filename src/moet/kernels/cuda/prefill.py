@@ -33,7 +33,7 @@ class PrefillExperts:
     tensor cores; FP4 rows take them in BF16.
 
     Args:
-        max_tokens: the most tokens of one launch, which the workspace is for (`workspace_bytes`).
+        max_tokens: the most tokens of one launch, which the workspace is for.
     """
 
     def __init__(
@@ -57,7 +57,8 @@ class PrefillExperts:
             self._e4m3 = fp8_activations and (properties.major, properties.minor) >= (8, 9)
             self._source = "prefill_sm90.cu" if target.wgmma else "prefill.cu"
             defines = shape.defines() | target.defines() | {
-                "FP8_ACTIVATIONS": int(self._e4m3), "OUT_BF16": int(out_dtype is torch.bfloat16)
+                "FP8_ACTIVATIONS": int(self._e4m3), "TILE_TOKENS": _TILE_TOKENS[self._source],
+                "OUT_BF16": int(out_dtype is torch.bfloat16),
             }  # fmt: skip
             around = cached_cubin("prefill_prepare.cu", target.architecture, defines)
             self._prepare = Kernel(around, "prepare")
@@ -117,8 +118,7 @@ class PrefillExperts:
             self._prepare.launch(
                 (1 + min(2 * self._blocks, tokens // 32 + 1), 1), 1024, stream,
                 [x[part], ids, tokens, address_table, precision_table, factor_table,
-                 _TILE_TOKENS[self._source], self._state, self._tiles, self._sorted, self._x_base,
-                 self._x_fp4, self._x_scale],
+                 self._state, self._tiles, self._sorted, self._x_base, self._x_fp4, self._x_scale],
             )  # fmt: skip
             self._gate_up.launch(
                 (self._blocks, 1), threads, stream,

@@ -1,7 +1,6 @@
 // From accumulators to h and to the experts' outputs, in BF16.
 //
-// A warp has two half tiles: acc[m][4i..4i + 3] are rows g, g (+ 1 column), g + 8, g + 8 (+ 1 column)
-// at columns 8i + 2t.
+// A warp has two half tiles, m: acc[m][4i + 2c + e] is row 8c + g at column 8i + 2t + e.
 #pragma once
 #include "prefill_device.cuh"
 #include "prefill_layout.cuh"
@@ -83,7 +82,8 @@ struct Epilogue {
       }
       named_barrier(1 + side, 128);
       u8* to = out + (u64(item.tile.first + first * 8) * INTER + group * 32) * 2;
-      copy_hidden<P != BASE>(staging, to, item.tile.count - first * 8, kInterBlocks - group, thread);
+      copy_hidden<P != BASE>(staging, to, item.tile.count - first * 8, kInterBlocks - group,
+                             thread);
       named_barrier(1 + side, 128);
     }
   }
@@ -104,7 +104,8 @@ struct Epilogue {
       for (int m = 0; m < 2; m++)
 #pragma unroll
         for (int c = 0; c < 2; c++)
-          packed[2 * m + c] = to_bf16x2(acc[m][4 * i + 2 * c] * s.x, acc[m][4 * i + 2 * c + 1] * s.y);
+          packed[2 * m + c] =
+              to_bf16x2(acc[m][4 * i + 2 * c] * s.x, acc[m][4 * i + 2 * c + 1] * s.y);
       store_transposed(place, packed);
       __syncwarp();
       const uint4 v = load_shared4(from);

@@ -1,7 +1,7 @@
 // The work of a prefill call, and where an expert's tiles lie in memory and in a stage.
 //
-// Compile-time: HIDDEN, INTER, SLICES, EXPERTS, TOPK, and FP8_ACTIVATIONS: whether the activations of
-// base rows are E4M3.
+// Compile-time: HIDDEN, INTER, SLICES, EXPERTS, TOPK, TILE_TOKENS (the most tokens of a tile) and
+// FP8_ACTIVATIONS: whether the activations of base rows are E4M3.
 #pragma once
 #include "fp8.cuh"
 
@@ -50,6 +50,12 @@ __host__ __device__ constexpr int largest_divisor(int n, int most) {
   return most;
 }
 
+__host__ __device__ constexpr int least_common_multiple(int a, int b) {
+  int n = a;
+  while (n % b) n += a;
+  return n;
+}
+
 // A block's 256 rows: eight 32 × 32 tiles a k block, of four gate and up row groups or of eight of
 // down. A stage holds kMost or fewer k blocks of them: of gate/up [group][block][gate, up], of down
 // [run][group][block] where a run is within one slice.
@@ -61,6 +67,7 @@ struct Stage {
   static constexpr int kAllBlocks = DOWN ? kInterBlocks : kHiddenBlocks;
   static constexpr int kRun = DOWN ? largest_divisor(kSliceBlocks, MOST) : MOST;
   static constexpr int kBlocks = MOST / kRun * kRun;
+  static constexpr bool kEven = !DOWN || kRun == kBlocks;  // a group's tiles are evenly apart
   static constexpr int kScaleOffset = 8 * MOST * Format<P>::kCodeBytes;
   static constexpr int kBytes = kScaleOffset + 8 * MOST * Format<P>::kScaleBytes;
   static constexpr int kStages = (kAllBlocks + kBlocks - 1) / kBlocks;
@@ -92,9 +99,9 @@ struct Arguments {
   float limit;
 };
 
-template <int P>
+template <int VALUE>
 struct Kind {
-  static constexpr int kValue = P;
+  static constexpr int kValue = VALUE;
 };
 
 // f(Kind<precision>), compiled for each.

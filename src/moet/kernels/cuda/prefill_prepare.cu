@@ -30,8 +30,7 @@ __device__ __forceinline__ void each_pair(const Count& count, const int* topk_id
 }
 
 __device__ void route(const int* topk_ids, int pairs, const u64* address, const u8* precision,
-                      const float* factor, int tile_tokens, State* state, Tile* tiles,
-                      int* sorted) {
+                      const float* factor, State* state, Tile* tiles, int* sorted) {
   __shared__ Count count;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, expert = threadIdx.x;
   const u64 row = expert < EXPERTS ? address[expert] : 0;
@@ -52,7 +51,7 @@ __device__ void route(const int* topk_ids, int pairs, const u64* address, const 
   }
   if (lane == 31) count.warp[warp] = before;
   // Tiles of equal sizes in steps of 16, the last one smaller; the largest tiles come first.
-  const int parts = (own + tile_tokens - 1) / tile_tokens;
+  const int parts = (own + TILE_TOKENS - 1) / TILE_TOKENS;
   const int size = parts ? ((own + parts - 1) / parts + 15) / 16 * 16 : 16;
   if (parts) atomicAdd(&count.tiles[size / 16], parts);
   __syncthreads();
@@ -119,6 +118,7 @@ __device__ void row_to_e4m3(Word word, u8* to, float* scale_to, int lane) {
 // A token's row in the order of BF16 fragments.
 template <bool FP4>
 __device__ void row_to_bf16(const u32* x, uint4* to, int lane) {
+#pragma unroll 2
   for (int i = lane; i < HIDDEN / 8; i += 32) {
     const u32* from = x + i / 4 * 16;
     const int s = i / 2 % 2, c = i % 2;
@@ -135,10 +135,10 @@ __device__ void row_to_bf16(const u32* x, uint4* to, int lane) {
 // want, as far as there are any.
 extern "C" __global__ void __launch_bounds__(kThreads)
 prepare(const u16* x, const int* topk_ids, int tokens, const u64* address, const u8* precision,
-        const float* factor, int tile_tokens, State* state, Tile* tiles, int* sorted, u8* x_base,
-        u8* x_fp4, float* x_scale) {
+        const float* factor, State* state, Tile* tiles, int* sorted, u8* x_base, u8* x_fp4,
+        float* x_scale) {
   if (blockIdx.x == 0) {
-    route(topk_ids, tokens * TOPK, address, precision, factor, tile_tokens, state, tiles, sorted);
+    route(topk_ids, tokens * TOPK, address, precision, factor, state, tiles, sorted);
     return;
   }
   const bool live = threadIdx.x < EXPERTS && address[threadIdx.x];

@@ -1,5 +1,5 @@
-// Prefill's matrix products on Hopper: D[256 weight rows × tokens of one expert], a persistent block
-// an SM.
+// Prefill's matrix products on Hopper: D[256 weight rows × tokens of one expert], a persistent
+// block an SM.
 //
 // Weights enter wgmma from registers, where they are decoded once for all tokens of the tile (up to
 // 128); activations are gathered into shared memory. Two warpgroups multiply 128 rows each; of a
@@ -12,7 +12,7 @@
 constexpr int kMultiplyWarps = 8;
 constexpr int kGatherWarps = 3;
 constexpr int kThreads = (kMultiplyWarps + 1 + kGatherWarps) * 32;
-constexpr int kColumns = 128;
+constexpr int kColumns = TILE_TOKENS;
 constexpr int kBStages = 7;
 constexpr int kBBytes = kColumns * 128;  // 128 bytes of k a column
 constexpr int kWeightStages = 5;
@@ -20,6 +20,7 @@ constexpr int kWeightBytes = 8 * 8 * (256 + 32);
 constexpr int kItems = 4;
 constexpr int kLag = 3;  // gathered stages under way before the first of them is handed on
 static_assert(kLag < kBStages, "the multiplying warps must have something to work on");
+static_assert(kColumns <= 128, "accumulators for so many fit the registers");
 
 template <int P>
 constexpr int kMostBlocks = P == BASE ? 8 : 4;
@@ -138,7 +139,8 @@ __device__ __forceinline__ void load_weights(Shared& shared, const Arguments& ar
 // ---- the gathering warps ----
 
 template <bool DOWN>
-__device__ __forceinline__ void gather(Shared& shared, const Arguments& arguments, int warp, int lane) {
+__device__ __forceinline__ void gather(Shared& shared, const Arguments& arguments, int warp,
+                                       int lane) {
   constexpr int kRows = (kColumns + 4 * kGatherWarps - 1) / (4 * kGatherWarps);
   constexpr int K = DOWN ? INTER : HIDDEN;
   Place<kBStages> ring, handed;
@@ -146,7 +148,7 @@ __device__ __forceinline__ void gather(Shared& shared, const Arguments& argument
   const u32 chunk = lane % 8;
   const int first_row = warp * 4 + lane / 8;
   const auto hand_on = [&] {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // wgmma reads by the other way
     __syncwarp();
     if (lane == 0) barrier_arrive(shared_address(&shared.columns_full[handed.stage]));
     handed.advance();
@@ -179,7 +181,8 @@ __device__ __forceinline__ void gather(Shared& shared, const Arguments& argument
 #pragma unroll
       for (int i = 0; i < kRows; i++) {
         const int column = first_row + i * 4 * kGatherWarps;
-        if (column < columns) copy16(to + column * 128 + ((chunk ^ column % 8) << 4), from + offset[i]);
+        const u32 place = column * 128 + ((chunk ^ column % 8) << 4);
+        if (column < columns) copy16(to + place, from + offset[i]);
       }
       from += 128;
       copy_commit();
@@ -199,7 +202,7 @@ __device__ __forceinline__ void gather(Shared& shared, const Arguments& argument
 struct Multiplier {
   Shared& shared;
   const Arguments& arguments;
-  int warp, lane, g, t;
+  int warp, lane;
   Place<kBStages> columns;
   Place<kWeightStages> weights;
 
@@ -208,7 +211,8 @@ struct Multiplier {
     if (lane == 0) barrier_arrive(shared_address(&barriers[stage]));
   }
 
-  // acc = the products of an item's rows and columns.
+  // acc = the products of an item's rows and columns. The loop's body is so many k blocks that
+  // places within stages are constants, or four where a stage's tiles are evenly apart.
   template <int P, bool DOWN, int V>
   __device__ __forceinline__ void multiply(float (*acc)[8 * V]) {
     using S = StageOf<P, DOWN>;
@@ -216,65 +220,87 @@ struct Multiplier {
     constexpr bool kE4m3 = in_e4m3(P);
     constexpr int kStep = kE4m3 ? 4 : 2;  // k blocks in 128 bytes of a column
     constexpr int kBlocks = S::kAllBlocks;
-    const int group = DOWN ? warp : warp / 2, half = warp % 2;
-    const u32 code_offset = H::code_offset(g, t, half);
-    const u32 scale_offset = H::scale_offset(g, t, half) + S::kScaleOffset;
+    constexpr int kPart = S::kEven && S::kBlocks % 4 == 0 ? 4 : S::kBlocks;
+    constexpr int kBody = least_common_multiple(kPart, kStep);
+    // Kept: worked out anew for each item, or the variants' offsets would take registers all along.
+    const int w = kept(warp), g = kept(lane) / 4, t = kept(lane) % 4;
+    const int group = DOWN ? w : w / 2, half = w % 2;
+    const int first_tile = S::tile(group, 0, 0);
+    const u32 code_offset = first_tile * Format<P>::kCodeBytes + H::code_offset(g, t, half);
+    const u32 scale_offset = first_tile * Format<P>::kScaleBytes +
+                             H::scale_offset(g, t, half) + S::kScaleOffset;
     u32 a[2][2][2][4];  // by block parity, half tile and k16 step
     H words;
-    int block = 0;  // of the words, in their stage
-    const auto load = [&] {
-      if (block == 0)
-        barrier_wait(shared_address(&shared.weights_full[weights.stage]), weights.parity);
-      const u32 stage = shared_address(shared.weights[weights.stage]);
-      const int tile = S::tile(group, block, 0);
-      words.load(stage + code_offset + tile * Format<P>::kCodeBytes,
-                 stage + scale_offset + tile * Format<P>::kScaleBytes);
+    u32 codes_at, scales_at;
+    int part = 0;  // of the stage
+    const auto load = [&](int block) {  // of the body, as below
+      const int tile = S::tile(0, block % kPart, 0);
+      if (block % kPart == 0) {
+        if (part == 0) {
+          barrier_wait(shared_address(&shared.weights_full[weights.stage]), weights.parity);
+          const u32 stage = shared_address(shared.weights[weights.stage]);
+          codes_at = stage + code_offset, scales_at = stage + scale_offset;
+        } else {
+          codes_at += S::tile(0, kPart, 0) * Format<P>::kCodeBytes;
+          scales_at += S::tile(0, kPart, 0) * Format<P>::kScaleBytes;
+        }
+      }
+      words.load(codes_at + tile * Format<P>::kCodeBytes,
+                 scales_at + tile * Format<P>::kScaleBytes);
     };
-    const auto decode = [&](u32 (*to)[2][4], bool last) {
-      if (kE4m3) words.to_e4m3(to);
-      else words.to_bf16(to);
-      if (++block == S::kBlocks || last) {
+    const auto decode = [&](int block, bool last) {
+      words.pin();
+      if (kE4m3) words.to_e4m3(a[block % 2]);
+      else words.to_bf16(a[block % 2]);
+      if (last || (block % kPart == kPart - 1 && ++part == S::kBlocks / kPart)) {
         release(shared.weights_empty, weights.stage);
         weights.advance();
-        block = 0;
+        part = 0;
       }
     };
 #pragma unroll
     for (int m = 0; m < 2; m++)
 #pragma unroll
       for (int i = 0; i < 8 * V; i++) acc[m][i] = 0.0f;
-    load();
-    decode(a[0], kBlocks == 1);
-    if (kBlocks > 1) load();
+    load(0);
+    decode(0, kBlocks == 1);
+    if (kBlocks > 1) load(1);
     u32 before = 0;  // the columns' stage before this one
+    u32 b;
 #pragma unroll 1
-    for (int first = 0; first < kBlocks; first += kStep) {
-      barrier_wait(shared_address(&shared.columns_full[columns.stage]), columns.parity);
-      const u32 b = shared_address(shared.columns[columns.stage]);
+    for (int first = 0; first < kBlocks; first += kBody) {
 #pragma unroll
-      for (int i = 0; i < kStep; i++) {
-        const int now = first + i;
-        if (kBlocks % kStep == 0 || now < kBlocks) {
+      for (int i = 0; i < kBody; i++) {
+        // Asked even where it is known: without these branches the compiler moves so much work
+        // about that it runs out of registers, and serializes wgmma (warning C7512).
+        const auto exists = [&](int block) { return first + block < kBlocks; };
+        if (exists(i)) {
+          if (i % kStep == 0) {
+            barrier_wait(shared_address(&shared.columns_full[columns.stage]), columns.parity);
+            b = shared_address(shared.columns[columns.stage]) >> 4;
+          }
           wgmma_fence();
 #pragma unroll
           for (int s = 0; s < (kE4m3 ? 1 : 2); s++)
 #pragma unroll
             for (int m = 0; m < 2; m++) {
-              const u64 at = b_descriptor(b + i * (128 / kStep) + s * 32);
+              const u64 at = b_descriptor(b + i % kStep * (8 / kStep) + s * 2);
               if (kE4m3) Wgmma<V>::e4m3(acc[m], a[i % 2][m][s], at);
               else Wgmma<V>::bf16(acc[m], a[i % 2][m][s], at);
             }
           wgmma_commit();
           wgmma_wait<1>();
-          if (i == 0 && first > 0) release(shared.columns_empty, before);
-          if (now + 1 < kBlocks) {
-            decode(a[(i + 1) % 2], now + 2 == kBlocks);
-            if (now + 2 < kBlocks) load();
+          if (i % kStep == 0) {
+            if (i > 0 || first > 0) release(shared.columns_empty, before);
+            before = columns.stage;
+            columns.advance();
+          }
+          if (exists(i + 1)) {
+            decode(i + 1, !exists(i + 2));
+            if (exists(i + 2)) load(i + 2);
           }
         }
       }
-      before = columns.stage;
-      columns.advance();
     }
     wgmma_wait<0>();
     release(shared.columns_empty, before);
@@ -296,7 +322,8 @@ struct Multiplier {
     if (in_e4m3(P)) shared.scale[side][thread] = scale;
     if (DOWN || in_e4m3(P)) named_barrier(1 + side, 128);
     const Epilogue epilogue{shared_address(shared.staging[side]), shared.pair[side],
-                            shared.scale[side], arguments.out, arguments.limit, warp, lane};
+                            shared.scale[side], arguments.out, arguments.limit, int(kept(warp)),
+                            int(kept(lane))};
     if constexpr (DOWN) epilogue.output<P, V>(item, acc);
     else epilogue.hidden<P, V>(item, acc);
     if (DOWN) named_barrier(1 + side, 128);
@@ -313,15 +340,19 @@ struct Multiplier {
       if (item.tile.count == 0) return;
       each_precision(item.tile.precision, [&](auto precision) {
         constexpr int P = decltype(precision)::kValue;
+        const auto with = [&](auto sixteens) {
+          constexpr int V = decltype(sixteens)::kValue;
+          if constexpr (V * 16 <= TILE_TOKENS) this->item<P, DOWN, V>(item);
+        };
         switch ((item.tile.count + 15) / 16) {
-          case 1: return this->item<P, DOWN, 1>(item);
-          case 2: return this->item<P, DOWN, 2>(item);
-          case 3: return this->item<P, DOWN, 3>(item);
-          case 4: return this->item<P, DOWN, 4>(item);
-          case 5: return this->item<P, DOWN, 5>(item);
-          case 6: return this->item<P, DOWN, 6>(item);
-          case 7: return this->item<P, DOWN, 7>(item);
-          default: return this->item<P, DOWN, 8>(item);
+          case 1: return with(Kind<1>());
+          case 2: return with(Kind<2>());
+          case 3: return with(Kind<3>());
+          case 4: return with(Kind<4>());
+          case 5: return with(Kind<5>());
+          case 6: return with(Kind<6>());
+          case 7: return with(Kind<7>());
+          default: return with(Kind<8>());
         }
       });
     }
@@ -353,7 +384,7 @@ __device__ __forceinline__ void experts(const Arguments& arguments) {
     else gather<DOWN>(shared, arguments, warp - kMultiplyWarps - 1, lane);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
-    Multiplier{shared, arguments, warp, lane, lane / 4, lane % 4}.run<DOWN>();
+    Multiplier{shared, arguments, warp, lane}.run<DOWN>();
   }
 }
 

@@ -53,7 +53,8 @@ struct HalfTiles {
         codes[0][0] = w.x, codes[1][0] = w.y;
       } else {
         const uint4 w = load_shared4(codes_at);
-        codes[0][0] = w.x, codes[0][kWords - 1] = w.y, codes[1][0] = w.z, codes[1][kWords - 1] = w.w;
+        codes[0][0] = w.x, codes[0][kWords - 1] = w.y;
+        codes[1][0] = w.z, codes[1][kWords - 1] = w.w;
       }
       scales[0] = load_shared1(scales_at);
     } else {
@@ -68,6 +69,16 @@ struct HalfTiles {
         }
         scales[m * !DOWN] = load_shared_u16(scales_at + m * Format<P>::kScaleBytes);
       }
+    }
+  }
+
+  // Decoding begins here: not before what precedes it, where registers would not suffice.
+  __device__ __forceinline__ void pin() {
+#pragma unroll
+    for (int m = 0; m < 2; m++) {
+#pragma unroll
+      for (int i = 0; i < kWords; i++) codes[m][i] = kept(codes[m][i]);
+      if (!DOWN || m == 0) scales[m * !DOWN] = kept(scales[m * !DOWN]);
     }
   }
 

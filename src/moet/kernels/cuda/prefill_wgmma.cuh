@@ -4,10 +4,10 @@
 #include "fp8.cuh"
 
 // B: 128-byte rows (a token's k), eight rows to 1024 bytes, 16-byte chunks exclusive-ored with the
-// row (swizzle 128). `at` is a shared address; 32 bytes further is the next K.
+// row (swizzle 128). `at` is a shared address ÷ 16; 2 further is the next K.
 __device__ __forceinline__ u64 b_descriptor(u32 at) {
   u64 d;
-  asm("mov.b64 %0, {%1, %2};" : "=l"(d) : "r"(at >> 4 | 1 << 16), "r"(1024 >> 4 | 1 << 30));
+  asm("mov.b64 %0, {%1, %2};" : "=l"(d) : "r"(at | 1 << 16), "r"(1024 >> 4 | 1 << 30));
   return d;
 }
 
