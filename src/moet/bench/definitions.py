@@ -67,6 +67,19 @@ TABLES: Tables = {
         ),
         keep=lambda row: row["op"] == "decode" and row["model"] == "DeepSeek-V4-Flash",
     ),
+    "prefill-h200": Table(
+        "prefill-h200.json",
+        (
+            Column("operator", text("op")),
+            Column("expert shape", text("model")),
+            Column("weights", text("precision")),
+            Column("activations", text("activations")),
+            Column("tokens", number("tokens")),
+            Column("µs", number("us")),
+            Column("TFLOP/s", number("tflops")),
+            Column("of cuBLAS's BF16 rate", number("fraction_of_peak", 0, 100, " %")),
+        ),
+    ),
     "peers-h200": Table(
         "peers-h200.json",
         (

@@ -11,6 +11,9 @@ from moet.kernels.cuda.decode import DecodeExperts
 from moet.kernels.cuda.prefill import PrefillExperts
 from moet.kernels.cuda.shape import ExpertsShape
 
+CHUNKED_TOKENS = 96
+"""Up to so many tokens the decode kernel, launched for every few, is the faster one."""
+
 
 class CudaExperts:
     """Compiled kernels and workspace for one shape on one device.
@@ -59,8 +62,15 @@ class CudaExperts:
         factor_table: float32 [E, 3]. out: [T, hidden] of the instance's dtype. All contiguous, on
         the instance's device. Rows may lie in GPU memory or in pinned host memory.
         """
-        few = len(x) <= self._decode.max_tokens
-        (self._decode if few else self._prefill).forward(
-            x, topk_ids, topk_weights, address_table, precision_table, factor_table, activation,
-            out, accumulate,
-        )  # fmt: skip
+        if len(x) > CHUNKED_TOKENS:
+            self._prefill.forward(
+                x, topk_ids, topk_weights, address_table, precision_table, factor_table,
+                activation, out, accumulate,
+            )  # fmt: skip
+            return
+        for first in range(0, len(x), self._decode.max_tokens):
+            part = slice(first, first + self._decode.max_tokens)
+            self._decode.forward(
+                x[part], topk_ids[part], topk_weights[part], address_table, precision_table,
+                factor_table, activation, out[part], accumulate,
+            )  # fmt: skip
