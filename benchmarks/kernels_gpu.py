@@ -30,7 +30,7 @@ from benchmarks.gpu_timing import (
     host_to_device_gbps,
 )
 from moet.bench.results import Row, write_result
-from moet.kernels.cuda.decode import DECODE_TOKENS
+from moet.kernels.cuda.experts import CHUNKED_TOKENS
 
 __all__ = ["MODELS", "POOL_BYTES", "Model", "elapsed_us", "hbm_read_gbps"]
 
@@ -54,12 +54,12 @@ class Bench:
         operator = layers.operator(fp8_activations)
         for count in tokens:
             batch = Batch(layers, count)
-            repeats = 20 if count <= DECODE_TOKENS else 6
+            repeats = 20 if count <= CHUNKED_TOKENS else 6
             us = self._replay.median_us(lambda b=batch: b.run(operator), repeats) / layers.count
             gbps = batch.bytes_read / us / 1e3
             tflops = model.flops(count) / us / 1e6
             yield {
-                "op": "decode" if count <= DECODE_TOKENS else "prefill",
+                "op": "decode" if count <= CHUNKED_TOKENS else "prefill",
                 "activations": "fp8" if fp8_activations else "bf16",
                 "model": model.name, "precision": kind, "tokens": count,
                 "experts_read": round(batch.experts_read, 1), "us": round(us, 2),
