@@ -60,7 +60,9 @@ class CudaExperts:
         address_table: int64 [E], where the rank's run of slices of each expert's row begins, 0 =
         skip. precision_table: uint8 [E] of PRECISION_CODES, + REMOTE for rows in host memory.
         factor_table: float32 [E, 3]. out: [T, hidden] of the instance's dtype. All contiguous, on
-        the instance's device. Rows may lie in GPU memory or in pinned host memory.
+        the instance's device. Rows may lie in GPU memory or in pinned host memory. The tables must
+        not change while the kernels run: blocks that read different marks would share the work
+        wrongly.
         """
         if len(x) > CHUNKED_TOKENS:
             self._prefill.forward(
