@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch import Tensor
 
 from moet.calibrate.layout import CalibrationLayout, Place
+from moet.closing import Closing
 from moet.pack.files import write_exact
 
 
-class SampleSink:
+class SampleSink(Closing):
     """Writes samples of the windows of one file; a context manager that owns the open file.
 
     Windows run one after the other, each as one request, so that a layer's tokens come in order.
@@ -34,17 +34,6 @@ class SampleSink:
     def hidden(self) -> int:
         """Width of an input."""
         return self._layout.metadata.hidden
-
-    def __enter__(self) -> SampleSink:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def begin(self, window: int) -> None:
         """From now on tokens belong to this window. `seen` counts them by layer, and `broken`

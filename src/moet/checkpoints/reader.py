@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from moet.checkpoints.families import family_of
 from moet.checkpoints.headers import identity
 from moet.checkpoints.shards import LocalShards, Shards
 from moet.checkpoints.storage import matrix_shape
+from moet.closing import Closing
 from moet.errors import CheckpointError
 from moet.formats import FORMATS
 
@@ -45,7 +45,7 @@ TORCH_DTYPES = {
 
 
 @dataclass(frozen=True, eq=False)
-class Checkpoint:
+class Checkpoint(Closing):
     """An official checkpoint, opened and checked; a context manager.
 
     Reading is thread-safe: every read fills fresh memory. Close it after the last one.
@@ -128,17 +128,6 @@ class Checkpoint:
     def close(self) -> None:
         """Closes the files; reading afterwards is an error."""
         self.shards.close()
-
-    def __enter__(self) -> Checkpoint:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def is_expert_tensor(self, name: str) -> bool:
         """Whether `name` is a tensor of one of the model's routed experts."""

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import os
 import weakref
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from torch import Tensor
 
 from moet.checkpoints.base import TensorRef
 from moet.checkpoints.directory import open_shard
 from moet.checkpoints.headers import Header, read_header
+from moet.closing import Closing
 from moet.errors import CheckpointError
 
 
-class Shards(ABC):
+class Shards(Closing):
     """The safetensors files of one checkpoint; a context manager. Reading is thread-safe.
 
     A reader that goes through the files one after another says so with `fetch` and `drop`, and then
@@ -57,17 +57,6 @@ class Shards(ABC):
     @abstractmethod
     def close(self) -> None:
         """Closes what is open; reading afterwards is an error."""
-
-    def __enter__(self) -> Shards:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class LocalShards(Shards):

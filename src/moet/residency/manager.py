@@ -6,11 +6,11 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from moet.closing import Closing
 from moet.errors import ConfigError, ResidencyError
 from moet.formats.layout import Precision
 from moet.pack.source import RowKey, RowSource
@@ -23,7 +23,7 @@ from moet.residency.pool import Mask, SlotPool
 from moet.residency.reader import RowReader
 
 
-class ResidencyManager:
+class ResidencyManager(Closing):
     """Brings rows to where kernels read them, one layer at a time.
 
     All bookkeeping is done by the thread that holds the lease. I/O threads fill slots and report
@@ -194,17 +194,6 @@ class ResidencyManager:
             self._keeper.close(self._step)
         self._backend.wait(self._counters.waves)
         self._backend.close()
-
-    def __enter__(self) -> ResidencyManager:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _fill(self, warm: bool, progress: Callable[[int, int], None] | None) -> None:
         """Reads the rows to begin with; the first that fails ends it with its error."""

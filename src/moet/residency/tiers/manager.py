@@ -10,11 +10,11 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moet.closing import Closing
 from moet.errors import ConfigError, ResidencyError
 from moet.formats.layout import Precision
 from moet.pack.source import RowSource
@@ -30,7 +30,7 @@ from moet.residency.tiers.rows import RowTiers
 from moet.residency.tiers.table import TableWriter
 
 
-class TieredResidency:
+class TieredResidency(Closing):
     """Keeps rows where steps can read them, and brings what a step waits for from disk.
 
     `start` gives all state to one owner thread; until then (and in tests) `poll` does its work in
@@ -222,17 +222,6 @@ class TieredResidency:
                 kind.keeper.close(self._device.done())
         self._owner.close()
         self._device.close()
-
-    def __enter__(self) -> TieredResidency:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _submit(self, command: Callable[[Future[None]], None]) -> Future[None]:
         if self._closed:
