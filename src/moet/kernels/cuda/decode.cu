@@ -111,7 +111,7 @@ struct Consumer {
             __float_as_uint(sum[0] * factor[2] * power), exchange.launch);
       } else {
         h[to * INTER + index * 32 + lane] =
-            swiglu(sum[0] * factor[0] * power, sum[1] * factor[1] * power, limit);
+            float_to_bf16(swiglu(sum[0] * factor[0] * power, sum[1] * factor[1] * power, limit));
         __threadfence();
         __syncwarp();
         if (lane == 0) put(exchange.largest + to * kInterBlocks + index, 0, exchange.launch);

@@ -3,11 +3,12 @@
 // One persistent kernel, one block an SM. A producer warp streams rows' tiles through a ring of
 // shared-memory stages; converter warps make E4M3 columns of the activations; the consumer warps
 // decode words in registers to E4M3 weights, base scale included, that enter the MMA from there; a
-// finishing warp adds the warps' sums in a fixed order. The blocks meet twice: before the down
-// matrices (whose tiles are already under way), and before the weighted sum.
+// finishing warp adds the warps' sums in a fixed order. A block waits for others' results word by
+// word (exchange.cuh): h before an expert's down matrix, whose tiles are already under way, and the
+// experts' outputs before the weighted sum.
 //
 // Compile-time: HIDDEN, INTER, SLICES, EXPERTS, TOPK, MAX_TOKENS, WARPS, OUT_BF16,
-// FP8_ACTIVATIONS; WGMMA on sm_90a, BLOCK_SCALED on sm_120a.
+// FP8_ACTIVATIONS; WGMMA on sm_90a.
 #include "fp8.cuh"
 
 constexpr int kStageTiles = 64;  // 18 KiB

@@ -95,9 +95,3 @@ __device__ __forceinline__ void weighted_sum(const Plan& plan, const Exchange& e
 #endif
   }
 }
-
-__device__ __forceinline__ u16 swiglu(float gate, float up, float limit) {
-  gate = fminf(gate, limit);
-  up = fminf(fmaxf(up, -limit), limit);
-  return float_to_bf16(__fdividef(gate, 1.0f + __expf(-gate)) * up);
-}

@@ -34,7 +34,8 @@ struct Finisher {
             put(to, __float_as_uint(sum[0] * power * gate), exchange.launch);
             put(to + 32, __float_as_uint(sum[1] * power * gate), exchange.launch);
           } else {
-            const u32 value = swiglu(sum[0] * power * gate, sum[1] * power * up, limit);
+            const u32 value =
+                float_to_bf16(swiglu(sum[0] * power * gate, sum[1] * power * up, limit));
             const u32 next = __shfl_down_sync(0xFFFFFFFFu, value, 1);
             if (lane % 2 == 0)
               put(exchange.h + (pair * INTER + unit * 32 + lane) / 2, value | next << 16,

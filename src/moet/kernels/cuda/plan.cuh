@@ -3,20 +3,16 @@
 // Compile-time: HIDDEN, INTER, SLICES, EXPERTS, TOPK, MAX_TOKENS, WARPS; and, from the including
 // kernel, kDownRows, kHelperWarps and tokens_per_pass().
 #pragma once
-#include "weights.cuh"
+#include "row.cuh"
 
 constexpr int kMaxPairs = MAX_TOKENS * TOPK;
 constexpr int kConsumers = WARPS * 32;
 constexpr int kThreads = kConsumers + 32 * kHelperWarps;
-constexpr int kHiddenBlocks = HIDDEN / 32;
-constexpr int kInterBlocks = INTER / 32;
-constexpr int kSliceBlocks = INTER / SLICES / 32;
 // A unit of gate/up is a row group of both; one of down is kDownRows rows.
 constexpr int kGateUpUnits = kInterBlocks;
 constexpr int kDownUnits = HIDDEN / kDownRows;
-// The precision table marks rows in host memory with this bit. PCIe is slow, but so few blocks
-// saturate it that the others can do the rest meanwhile: remote rows get this many blocks' time.
-constexpr int kRemote = 0x80;
+// PCIe is slow, but so few blocks saturate it that the others can do the rest meanwhile: rows in
+// host memory get this many blocks' time.
 constexpr float kRemoteBlocks = 8.0f;
 // An expert with more tokens than a pass takes does so many units a pass, so that it converts
 // activations seldom and reads the units again while the L2 cache has them.
@@ -26,15 +22,6 @@ constexpr int kBitmapWords = (EXPERTS + 31) / 32;
 constexpr int kPairChunks = (kMaxPairs + 31) / 32;
 static_assert(HIDDEN % kDownRows == 0, "whole down units");
 static_assert(TOPK <= 32 && kMaxPairs <= 255 && kBitmapWords <= 32, "lanes and bytes suffice");
-
-template <int P>
-struct Row {  // offsets in a slice
-  static constexpr u64 kTiles = u64(kSliceBlocks) * kHiddenBlocks;
-  static constexpr u64 kGateUpScales = 2 * kTiles * Format<P>::kCodeBytes;
-  static constexpr u64 kDownCodes = kGateUpScales + 2 * kTiles * Format<P>::kScaleBytes;
-  static constexpr u64 kDownScales = kDownCodes + kTiles * Format<P>::kCodeBytes;
-  static constexpr u64 kSliceBytes = kDownScales + kTiles * Format<P>::kScaleBytes;
-};
 
 // A layer's work, sorted by expert; every block makes the same plan. A "rank" is the position of
 // an expert among those that some token chose; a "pair" is an index into topk_ids.
@@ -89,7 +76,8 @@ __device__ void make_plan(Plan& plan, const int* topk_ids, int tokens, const u64
   }
   if (lane < kBitmapWords) plan.bitmap[lane] = 0;
 #pragma unroll 1
-  for (int i = lane; i < pairs; i += 32) plan.count[i] = 0, plan.order[i] = kNone, plan.chosen[i] = kNobody;
+  for (int i = lane; i < pairs; i += 32)
+    plan.count[i] = 0, plan.order[i] = kNone, plan.chosen[i] = kNobody;
   __syncwarp();
   int ranks = 0, rank[kPairChunks] = {};
   if (tokens == 1) {  // whose experts differ: any order will do

@@ -34,7 +34,7 @@ struct Products {
   static constexpr int kGroups = DOWN ? 8 : 4;
   static_assert(kScaleOffset + kTiles * Format<P>::kScaleBytes <= kWeightBytes, "a stage fits");
   using H = HalfTiles<P, DOWN>;
-  using O = Offsets<P>;
+  using O = Row<P>;
 
   Shared& shared;
   const Arguments& arguments;

@@ -5,12 +5,6 @@
 #include "prefill_device.cuh"
 #include "prefill_layout.cuh"
 
-__device__ __forceinline__ float swiglu(float gate, float up, float limit) {
-  gate = fminf(gate, limit);
-  up = fminf(fmaxf(up, -limit), limit);
-  return __fdividef(gate, 1.0f + __expf(-gate)) * up;
-}
-
 constexpr int kHiddenStride = 64 * 2 + 16;   // bytes of a token in the staging of h: 64 rows
 constexpr int kOutputStride = 32 * 2 + 16;   // and in that of the output: a warp's 32 rows
 constexpr int kStagingBytes = 32 * kHiddenStride;

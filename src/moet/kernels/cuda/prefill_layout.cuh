@@ -4,10 +4,8 @@
 // FP8_ACTIVATIONS: whether the activations of base rows are E4M3.
 #pragma once
 #include "fp8.cuh"
+#include "row.cuh"
 
-constexpr int kHiddenBlocks = HIDDEN / 32;
-constexpr int kInterBlocks = INTER / 32;
-constexpr int kSliceBlocks = INTER / SLICES / 32;
 static_assert(EXPERTS <= 1024, "a thread an expert");
 
 // Some tokens of one expert: sorted positions [first, first + count).
@@ -30,15 +28,6 @@ struct State {
 __host__ __device__ constexpr bool in_e4m3(int precision) {
   return FP8_ACTIVATIONS && precision == BASE;
 }
-
-template <int P>
-struct Offsets {  // in a slice
-  static constexpr u64 kTiles = u64(kSliceBlocks) * kHiddenBlocks;
-  static constexpr u64 kGateUpScales = 2 * kTiles * Format<P>::kCodeBytes;
-  static constexpr u64 kDownCodes = kGateUpScales + 2 * kTiles * Format<P>::kScaleBytes;
-  static constexpr u64 kDownScales = kDownCodes + kTiles * Format<P>::kCodeBytes;
-  static constexpr u64 kSliceBytes = kDownScales + kTiles * Format<P>::kScaleBytes;
-};
 
 // Decoded weight · activation = true product ÷ power_of.
 __host__ __device__ constexpr float power_of(int precision) {

@@ -5,7 +5,6 @@
 
 constexpr u32 kAll = 0xFFFFFFFFu;
 constexpr int kThreads = 1024;
-constexpr int kRemote = 0x80;  // the precision table's mark of rows in host memory
 
 // ---- routing: by one block ----
 

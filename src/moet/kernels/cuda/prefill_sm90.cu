@@ -77,7 +77,7 @@ __device__ __forceinline__ void load_stage(Shared& shared, Place<kWeightStages>&
       bulk_copy(to + S::kScaleOffset + tile * F::kScaleBytes,
                 slice + scales + u64(from) * F::kScaleBytes, tiles * F::kScaleBytes, full, policy);
   };
-  using O = Offsets<P>;
+  using O = Row<P>;
   if (!DOWN) {
     if (lane < 2 * groups) {
       const int g = group + lane / 2;
