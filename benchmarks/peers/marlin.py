@@ -6,6 +6,7 @@ marlin_permute_scales), so random words are the packing of some random weights.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import ClassVar
 
 import torch
@@ -33,8 +34,9 @@ class MarlinPeer(Peer):
     kind: ClassVar[ScalarType]
 
     @classmethod
+    @abstractmethod
     def scales(cls, *shape: int) -> torch.Tensor:
-        raise NotImplementedError
+        """Random block scales of the peer's kind."""
 
     def __init__(self, model: Model, layers: int) -> None:
         super().__init__(model, layers)

@@ -22,20 +22,17 @@ Note = Callable[[int, Tensor, Tensor, Tensor], None]
 """layer, x [T, hidden], ids [T, k], weights [T, k]."""
 
 
-class WrappedRuntime(Runtime):
-    """Another runtime, seen through; what must be closed stays the inner one's."""
+class RecordingRuntime(Runtime):
+    """Another runtime, seen through: layers' inputs are noted down on the way.
 
-    def __init__(self, inner: Runtime) -> None:
+    With `only`, just that layer's; layers before it are as in the inner runtime, and from it on no
+    experts are computed. What must be closed stays the inner runtime's.
+    """
+
+    def __init__(self, inner: Runtime, note: Note, only: int | None = None) -> None:
         self.__dict__.update(inner.__dict__)
         self.inner = inner
-
-
-class RecordingRuntime(WrappedRuntime):
-    """Another runtime, whose layers' inputs are noted down first."""
-
-    def __init__(self, inner: Runtime, note: Note) -> None:
-        super().__init__(inner)
-        self._note = note
+        self._note, self._only = note, only
 
     def experts(
         self,
@@ -46,31 +43,11 @@ class RecordingRuntime(WrappedRuntime):
         decode: NDArray[np.bool_],
         activation: SwiGLU,
     ) -> Tensor:
-        self._note(layer, x, topk_ids, topk_weights)
-        return self.inner.experts(layer, x, topk_ids, topk_weights, decode, activation)
-
-
-class PartialRuntime(WrappedRuntime):
-    """Layers before the one that is recorded as in the inner runtime, no experts from it on."""
-
-    def __init__(self, inner: Runtime, recorded: int, note: Note) -> None:
-        super().__init__(inner)
-        self._recorded, self._note = recorded, note
-
-    def experts(
-        self,
-        layer: int,
-        x: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        decode: NDArray[np.bool_],
-        activation: SwiGLU,
-    ) -> Tensor:
-        if layer < self._recorded:
-            return self.inner.experts(layer, x, topk_ids, topk_weights, decode, activation)
-        if layer == self._recorded:
+        if self._only in (None, layer):
             self._note(layer, x, topk_ids, topk_weights)
-        return torch.zeros_like(x)
+        if self._only is not None and layer >= self._only:
+            return torch.zeros_like(x)
+        return self.inner.experts(layer, x, topk_ids, topk_weights, decode, activation)
 
 
 class Recorder:
@@ -95,7 +72,7 @@ class Recorder:
         recorder = cls(SampleSink(Path(path), layout), methods, writes)
         if inner is None:
             return recorder  # a pipeline's rank without routed experts
-        inner = inner.inner if isinstance(inner, WrappedRuntime) else inner
+        inner = inner.inner if isinstance(inner, RecordingRuntime) else inner
         runtime = RecordingRuntime(inner, recorder._note)
         for method in methods:
             method.runtime = runtime
@@ -113,7 +90,7 @@ class Recorder:
         old = find_runtime(worker.vllm_config)
         if old is None:
             return cls(SampleSink(Path(path), layout), methods, False)
-        if isinstance(old, WrappedRuntime):
+        if isinstance(old, RecordingRuntime):
             old = old.inner
         before = [m.layer for m in methods if m.layer < layer]
         moe = methods[0].moe
@@ -123,7 +100,7 @@ class Recorder:
                 worker.vllm_config, Path(partial), before, old, moe.tp_rank, moe.tp_size
             )
         recorder = cls(SampleSink(Path(path), layout), methods, moe.tp_rank == 0)
-        runtime = PartialRuntime(inner, layer, recorder._note)
+        runtime = RecordingRuntime(inner, recorder._note, only=layer)
         for method in methods:
             method.runtime = runtime
         return recorder

@@ -15,16 +15,16 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 
 from vllm import LLM
 
 from moet.calibrate import Calibration, CalibrationLayout
+from moet.closing import Closing
 from moet.quantize import LayerSamples, SampleSource
 from moet.vllm.collect import run_window
 
 
-class SequentialSamples(SampleSource):
+class SequentialSamples(SampleSource, Closing):
     """The samples of a calibration, with those of the quantized model beside them.
 
     A context manager, since it runs an engine from the second layer on.
@@ -51,15 +51,7 @@ class SequentialSamples(SampleSource):
         self._stack = ExitStack()
         self._llm: LLM | None = None
 
-    def __enter__(self) -> SequentialSamples:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         self._stack.close()
         self._scratch.unlink(missing_ok=True)
 
