@@ -67,6 +67,25 @@ TABLES: Tables = {
         ),
         keep=lambda row: row["op"] == "decode" and row["model"] == "DeepSeek-V4-Flash",
     ),
+    "kernels-stamps": Table(
+        "kernels-stamps.json",
+        (
+            Column("cycles until", text("reached")),
+            Column("1 token", number("cycles_1")),
+            Column("16", number("cycles_16")),
+        ),
+    ),
+    "prefill-history": Table(
+        "prefill-history.json",
+        (
+            Column("version", text("version")),
+            Column("predicted", text("predicted")),
+            Column("64 tokens, µs", number("us_64")),
+            Column("512", number("us_512")),
+            Column("4096", number("us_4096")),
+            Column("found", text("found")),
+        ),
+    ),
     "prefill-h200": Table(
         "prefill-h200.json",
         (
