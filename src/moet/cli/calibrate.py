@@ -117,7 +117,7 @@ def run(
                 calibration_engine(
                     model, settings | {"precision": "fp4"}, metadata.window, options
                 ) as llm,
-                window_bar("calibrating", metadata.windows) as bar,
+                WindowBar("calibrating", metadata.windows) as bar,
             ):
                 collect(llm, writer, windows, bar)
         return writer.finish()
@@ -140,7 +140,7 @@ def describe(checkpoint: Checkpoint, windows: Windows) -> Metadata:
     )
 
 
-class window_bar:  # noqa: N801 - used as a function
+class WindowBar:
     """A progress bar of windows, as a context manager whose value is called with windows done."""
 
     def __init__(self, verb: str, total: int) -> None:
@@ -155,7 +155,7 @@ class window_bar:  # noqa: N801 - used as a function
         )
         self._task = self._bar.add_task(verb, total=total)
 
-    def __enter__(self) -> window_bar:
+    def __enter__(self) -> WindowBar:
         self._bar.start()
         return self
 
