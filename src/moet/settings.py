@@ -20,11 +20,11 @@ from pydantic import (
 from moet.errors import ConfigError
 from moet.kernels import OPERATORS
 from moet.residency.policy import POLICIES
-from moet.residency.sizing import size_pool
+from moet.residency.sizing import STREAMING_SLOTS, size_pool
+from moet.residency.tiers.options import TierOptions
 
 _POOL_HELP = (
-    '"auto" (what fits in free memory), a share of all rows ("25%"), bytes ("12GiB") '
-    'or a number of slots ("512")'
+    '"auto" (what fits), a share of all rows ("25%"), bytes ("12GiB") or a number of slots ("512")'
 )
 
 
@@ -47,17 +47,39 @@ class Settings(BaseModel):
         "with each of them unless the map names them.",
     )
     base_pool: str = Field(
-        default="auto", description=f"Room for 2-bit rows, a rank: {_POOL_HELP}."
+        default="auto",
+        description="Room for 2-bit rows, a rank, in GPU memory (in RAM where there is no GPU): "
+        f"{_POOL_HELP}.",
     )
-    fp4_pool: str = Field(default="auto", description=f"Room for FP4 rows, a rank: {_POOL_HELP}.")
+    fp4_pool: str = Field(default="auto", description=f"Room for FP4 rows, likewise: {_POOL_HELP}.")
+    arena: str = Field(
+        default="auto",
+        description="GPU only. Pinned host memory, a rank, for rows that are not in GPU memory: "
+        '"auto" (what fits), a share of all rows ("25%"), bytes of all rows together ("48GiB") or '
+        "a number of rows of each precision.",
+    )
     policy: str = Field(
-        default="lru", description="Which row makes room for a new one: lru, lfu, static."
+        default="auto",
+        description="Which row makes room for a new one: lru, lfu, static. Default: lru on the "
+        "CPU, lfu on a GPU.",
     )
-    streaming_slots: int = Field(
-        default=8,
+    streaming_slots: int | None = Field(
+        default=None,
         ge=1,
         le=4096,
-        description="Slots that prefill passes its rows through without evicting what decode uses.",
+        description="Slots that rows pass through without evicting what decode uses, as prefill's "
+        f"do. Default: {STREAMING_SLOTS} of a pool on the CPU; on a GPU, places of the arena for "
+        "what a layer can need at once, at most half of them.",
+    )
+    prefill_staging: Literal[True, False, "auto"] = Field(
+        default="auto",
+        description="GPU only. Whether prefill copies whole layers through two buffers in GPU "
+        "memory, or reads rows where they lie. Default: where not all rows are in GPU memory.",
+    )
+    fp8_activations: bool = Field(
+        default=False,
+        description="GPU only. Round what goes into the routed experts to FP8 where the GPU "
+        "computes in FP8; without it, they have BF16's accuracy.",
     )
     io_threads: int = Field(
         default=4, ge=1, le=256, description="Threads that read rows from disk."
@@ -78,7 +100,7 @@ class Settings(BaseModel):
     operator: str = Field(
         default="auto",
         description='Kernels for the routed experts: "auto" (the fast one of the platform), "cpu", '
-        'or "reference" (plain torch in float32, slow).',
+        '"cuda", or "reference" (plain torch in float32, slow).',
     )
     threads: int | None = Field(
         default=None,
@@ -87,7 +109,27 @@ class Settings(BaseModel):
         description="Threads of the CPU kernels, a rank. Default: torch's.",
     )
 
-    @field_validator("base_pool", "fp4_pool")
+    @property
+    def pool_policy(self) -> str:
+        """The policy of a CPU's pools."""
+        return "lru" if self.policy == "auto" else self.policy
+
+    @property
+    def pool_streaming(self) -> int:
+        """The streaming slots of each of a CPU's pools."""
+        return STREAMING_SLOTS if self.streaming_slots is None else self.streaming_slots
+
+    def tier_options(self, layer_rows: int | None = None) -> TierOptions:
+        """How a GPU's tiers are managed. layer_rows: the most rows of a layer that a step can use
+        (top-k × tokens in a step); None: all of them."""
+        return TierOptions(
+            policy=TierOptions.policy if self.policy == "auto" else self.policy,
+            streaming=self.streaming_slots,
+            io_threads=self.io_threads,
+            layer_rows=layer_rows,
+        )
+
+    @field_validator("base_pool", "fp4_pool", "arena")
     @classmethod
     def _is_a_size(cls, value: str, info: ValidationInfo) -> str:
         size_pool(value, name=str(info.field_name), rows=1, row_bytes=1, available=1)
@@ -96,7 +138,8 @@ class Settings(BaseModel):
     @field_validator("policy")
     @classmethod
     def _is_a_policy(cls, value: str) -> str:
-        POLICIES[value]
+        if value != "auto":
+            POLICIES[value]
         return value
 
     @field_validator("operator")

@@ -264,4 +264,4 @@ def test_impossible_work_is_refused() -> None:
 
 
 def test_the_plan_streams_prefill_as_the_settings_do() -> None:
-    assert Settings().streaming_slots == STREAMING_SLOTS
+    assert Settings().pool_streaming == STREAMING_SLOTS

@@ -24,6 +24,9 @@ def test_defaults_and_plain_values():
         ({"frobnicate": 1}, "The settings are: pack, precision,"),
         ({"base_pool": "some"}, "base_pool 'some' is not a size"),
         ({"fp4_pool": "120%"}, "fp4_pool '120%' is more than all rows"),
+        ({"arena": "64 GB RAM"}, "arena '64 GB RAM' is not a size"),
+        ({"prefill_staging": "sometimes"}, "setting 'prefill_staging' cannot be 'sometimes'"),
+        ({"fp8_activations": "e5m2"}, "setting 'fp8_activations' cannot be 'e5m2'"),
         ({"policy": "mru"}, "unknown policy 'mru'. Choose one of: lfu, lru, static."),
         ({"operator": "cudaa"}, "unknown experts operator 'cudaa'"),
         ({"verify": "never"}, "setting 'verify' cannot be 'never'"),
@@ -36,6 +39,18 @@ def test_mistakes_name_the_key_and_the_way_out(values, message):
     with pytest.raises(ConfigError) as caught:
         Settings.from_additional_config({"moet": values})
     assert message in str(caught.value)
+
+
+def test_policy_and_streaming_have_a_default_for_each_platform():
+    settings = Settings()
+    assert (settings.pool_policy, settings.pool_streaming) == ("lru", 8)
+    tiers = settings.tier_options(layer_rows=48)
+    assert (tiers.policy, tiers.streaming, tiers.io_threads) == ("lfu", None, 4)
+    assert tiers.layer_rows == 48
+    settings = Settings.parse({"policy": "static", "streaming_slots": 3, "io_threads": 9})
+    assert (settings.pool_policy, settings.pool_streaming) == ("static", 3)
+    tiers = settings.tier_options()
+    assert (tiers.policy, tiers.streaming, tiers.io_threads) == ("static", 3, 9)
 
 
 def test_settings_cannot_change():

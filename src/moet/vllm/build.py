@@ -60,8 +60,8 @@ def build_runtime(vllm_config: Any, layers: Sequence[int], tp_rank: int, tp_size
         source,
         precision,
         {p: sizing.slots for p, sizing in sizings.items()},
-        streaming=settings.streaming_slots,
-        policy=settings.policy,
+        streaming=settings.pool_streaming,
+        policy=settings.pool_policy,
         io_threads=settings.io_threads,
         heat_path=_heat_path(settings),
         progress=_progress(),
@@ -142,7 +142,7 @@ def _summarize(
         f"pack       {pack.path} ({quantizer.name}, level {quantizer.level})",
         f"precision  {settings.precision}: {experts} rows in {len(precision)} layers",
         *(f"pool       {reason}" for reason in reasons),
-        f"policy     {settings.policy}, {settings.streaming_slots} streaming slots a pool",
+        f"policy     {settings.pool_policy}, {settings.pool_streaming} streaming slots a pool",
         f"operator   {operator}",
     ]
     logger.info("moet serves the routed experts:\n  %s", "\n  ".join(lines))

@@ -52,8 +52,8 @@ def quantized_runtime(
         source,
         precision,
         {p: sizing.slots for p, sizing in sizings.items()},
-        streaming=settings.streaming_slots,
-        policy=settings.policy,
+        streaming=settings.pool_streaming,
+        policy=settings.pool_policy,
         io_threads=settings.io_threads,
     )
     return dataclasses.replace(old, manager=manager, source=source, precision=precision)
