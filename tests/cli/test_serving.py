@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 import moet
 from moet.cli.server import Server
@@ -84,13 +85,30 @@ def test_statistics_obey_the_api_key(server: Server) -> None:
     assert pool["used"] + pool["free"] == pool["slots"] == 24
 
 
-def test_metrics_name_ours(server: Server) -> None:
+def test_metrics_are_in_vllms_own(server: Server) -> None:
     ask(server.url, "import torch")
-    time.sleep(3)  # the endpoint polls the workers every two seconds
-    text = httpx.get(f"{server.url}/metrics").text
-    for name in ("moet_steps_total", "moet_expert_hits_total", "moet_disk_read_seconds_bucket"):
-        assert name in text
-    assert "vllm:" in text
+    stats = httpx.get(f"{server.url}/v1/moet/stats", headers=KEY).json()["ranks"][0]
+    for _ in range(40):  # the endpoint asks the workers every two seconds
+        text = httpx.get(f"{server.url}/metrics").text
+        found = {family.name: family for family in text_string_to_metric_families(text)}
+        if found["moet_steps"].samples and found["moet_steps"].samples[0].value >= stats["steps"]:
+            break
+        time.sleep(0.25)
+    assert "vllm:num_requests_running" in found
+    for name in ("steps", "disk_bytes", "stall_seconds", "promotions", "evictions"):
+        (sample,) = found[f"moet_{name}"].samples
+        assert (sample.labels, sample.value) == ({"rank": "0"}, stats[name])
+        assert found[f"moet_{name}"].type == "counter"
+        assert found[f"moet_{name}"].documentation
+    rows = {
+        (s.labels["phase"], s.labels["tier"]): s.value for s in found["moet_expert_rows"].samples
+    }
+    assert rows == {(of["phase"], of["tier"]): of["rows"] for of in stats["rows"]}
+    assert rows["decode", "memory"] > 0 < rows["scan", "disk"]
+    latency = {s.name.rpartition("_")[2]: s.value for s in found["moet_disk_read_seconds"].samples}
+    assert latency["count"] == sum(stats["disk_latency"]["counts"]) > 0
+    (places,) = found["moet_tier_places"].samples
+    assert places.value == stats["pools"]["base"]["slots"]
 
 
 def test_the_plugin_alone_is_enough(tmp_path: Path) -> None:

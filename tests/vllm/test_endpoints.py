@@ -1,4 +1,4 @@
-"""Statistics over HTTP: guarded by vLLM's API key, complete, and in Prometheus' own terms."""
+"""Statistics over HTTP: guarded by vLLM's API key, complete, and in /metrics."""
 
 import asyncio
 from dataclasses import replace
@@ -6,15 +6,21 @@ from dataclasses import replace
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from vllm.entrypoints.serve.instrumentator.metrics import attach_router
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
-from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
+from vllm.plugins.endpoint_plugins.interface import (
+    EndpointPlugin,
+    attach_endpoint_plugins,
+    init_endpoint_plugins_state,
+)
 
 from moet.formats import Precision
 from moet.residency.metrics import LATENCY_BOUNDS, LatencyHistogram, Metrics, Phase, PoolMetrics
+from moet.vllm import endpoints
 from moet.vllm.endpoints import STATS_PATH, create
-from moet.vllm.stats import RanksCollector, describe, rank_stats
+from moet.vllm.metrics import RanksCollector
+from moet.vllm.stats import describe, rank_stats
 
 METRICS = Metrics(
     steps=10,
@@ -57,7 +63,9 @@ def test_stats_of_every_rank(app):
     assert len(ranks) == 2
     assert ranks[0]["hit_rate"] == pytest.approx(30 / 42)
     assert ranks[1]["pools"]["base"]["slots"] == 8
-    assert {"precision": "nvfp4", "phase": "scan", "hits": 0, "misses": 2} in ranks[0]["requests"]
+    assert {"tier": "disk", "precision": "base", "phase": "decode", "rows": 10} in [
+        {key: value for key, value in rows.items() if key != "bytes"} for rows in ranks[0]["rows"]
+    ]
 
 
 def test_a_latency_beyond_all_bounds_is_valid_json(app):
@@ -81,55 +89,64 @@ def test_the_api_key_guards_them(app):
     assert client.get(STATS_PATH, headers={"Authorization": "Bearer secret"}).status_code == 200
 
 
-def families(*ranks):
-    collector, registry = RanksCollector(), CollectorRegistry()
-    collector.ranks = ranks
-    registry.register(collector)
-    text = generate_latest(registry).decode()
-    return {family.name: family for family in text_string_to_metric_families(text)}
+def test_several_api_servers_have_them_too(monkeypatch, tmp_path):
+    """As vLLM's own code sets one of them up: each shows every rank once."""
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    monkeypatch.setattr("vllm.plugins.load_endpoint_plugins", lambda tasks: [create()])
+    app = FastAPI()
+    attach_router(app)
+    attach_endpoint_plugins(app, ("generate",))
+
+    async def start():
+        await init_endpoint_plugins_state(Engine(), app.state, None)
+        await asyncio.sleep(0)
+        app.state.moet_poll.cancel()
+
+    asyncio.run(start())
+    answer = TestClient(app).get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    families = list(text_string_to_metric_families(answer.text))
+    steps = [family for family in families if family.name == "moet_steps"]
+    assert [s.value for s in steps[0].samples] == [10, 10]
+    assert len(steps) == 1
 
 
-def test_prometheus_families():
-    found = families(rank_stats(METRICS), rank_stats(METRICS))
-    assert all(name.startswith("moet_") and family.documentation for name, family in found.items())
-    assert found["moet_disk_bytes"].type == "counter"
-    values = {(s.name, s.labels["rank"]): s.value for s in found["moet_disk_bytes"].samples}
-    assert values["moet_disk_bytes_total", "1"] == 1200
-    (misses,) = (
-        s.value
-        for s in found["moet_expert_misses"].samples
-        if s.labels == {"rank": "0", "precision": "base", "phase": "decode"}
-    )
-    assert misses == 10
-    assert found["moet_pool_free"].type == "gauge"
-    buckets = [s for s in found["moet_disk_read_seconds"].samples if s.name.endswith("_bucket")]
-    assert found["moet_disk_read_seconds"].type == "histogram"
-    assert buckets[5].value == 0
-    assert buckets[6].value == 12
-    assert buckets[6].labels["le"] == str(LATENCY_BOUNDS[6])
+class Failing(Engine):
+    """Answers only so often."""
+
+    def __init__(self, *answers):
+        self.answers = list(answers)
+
+    @property
+    def errored(self):
+        return not self.answers
+
+    async def collective_rpc(self, method, *args, **kwargs):
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
 
-def test_before_the_first_poll_there_are_no_samples():
-    assert not any(family.samples for family in families().values())
-
-
-def test_polling_stops_quietly_when_the_worker_has_no_such_method(monkeypatch):
-    from moet.vllm import endpoints
-
-    class Plain(Engine):
-        async def collective_rpc(self, method, *args, **kwargs):
-            raise RuntimeError("no method moet_stats")
-
+@pytest.fixture
+def said(monkeypatch):
     said = []
     monkeypatch.setattr(endpoints.logger, "warning", lambda *args: said.append(args))
-    collector = RanksCollector()
-    asyncio.run(endpoints._poll(Plain(), collector))
+    monkeypatch.setattr(endpoints, "_POLL_SECONDS", 0)
+    return said
+
+
+def test_polling_stops_quietly_when_the_worker_has_no_such_method(said):
+    engine, collector = Failing(RuntimeError("no method moet_stats"), [1]), RanksCollector()
+    asyncio.run(endpoints._poll(engine, collector))
     assert "no method moet_stats" in str(said)
     assert collector.ranks == ()
+    assert engine.answers == [[1]]
 
 
-def test_a_line_for_the_log():
-    assert describe(METRICS) == (
-        "10 steps (4 without a miss), 71.4% of experts found in memory, 12 read from disk "
-        "(1.2 KiB, p99 1.0 ms), 0.5 s waited for disk"
-    )
+def test_polling_goes_on_after_an_answer_that_did_not_come(said):
+    collector = RanksCollector()
+    late = RuntimeError("late")
+    asyncio.run(endpoints._poll(Failing([1], late, late, [2]), collector))
+    assert collector.ranks == [2]
+    assert len(said) == 1

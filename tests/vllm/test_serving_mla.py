@@ -84,7 +84,7 @@ def test_no_pool_and_no_policy_changes_a_bit(llm, pack, all_resident, pool, poli
     assert (tokens, digest) == all_resident[:2]
     assert stats["evictions"] > 0
     assert stats["disk_bytes"] > all_resident[2]["disk_bytes"]
-    assert {request["phase"] for request in stats["requests"]} == {"decode", "scan"}
+    assert {of["phase"] for of in stats["rows"] if of["rows"]} == {"decode", "scan"}
 
 
 def test_a_map_mixes_precisions_and_pools_change_nothing(llm, pack, tmp_path):
@@ -99,4 +99,4 @@ def test_a_map_mixes_precisions_and_pools_change_nothing(llm, pack, tmp_path):
     configure(llm, pack, precision=str(path), base_pool="20%", fp4_pool="30%", streaming_slots=4)
     again = run(llm)
     assert (tokens, digest) == again[:2]
-    assert {request["precision"] for request in again[2]["requests"]} == {"base", "nvfp4"}
+    assert {of["precision"] for of in again[2]["rows"] if of["rows"]} == {"base", "nvfp4"}

@@ -10,13 +10,13 @@ import asyncio
 from argparse import Namespace
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request
-from prometheus_client import REGISTRY
+from fastapi import APIRouter, FastAPI, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
 from starlette.datastructures import State
 from vllm.logger import init_logger
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 
-from moet.vllm.stats import RanksCollector
+from moet.vllm.metrics import RanksCollector
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
 
@@ -31,6 +31,9 @@ class MoetEndpoints:
     name = "moet_http"
     required_tasks: tuple[str, ...] | None = ("generate",)
 
+    def __init__(self) -> None:
+        self._collector = RanksCollector()
+
     def attach_router(self, app: FastAPI) -> None:
         router = APIRouter()
 
@@ -41,30 +44,42 @@ class MoetEndpoints:
             return {"ranks": ranks}
 
         app.include_router(router)
+        if get_prometheus_registry() is not REGISTRY:
+            # Several API servers: vLLM's /metrics sums up what each has written to files, and a
+            # collector has no place there. Each server knows every rank, so it adds them itself.
+            app.add_api_route("/metrics", self._metrics, include_in_schema=False)
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
         state.moet_engine = engine_client
-        collector = RanksCollector()
-        if get_prometheus_registry() is not REGISTRY:
-            logger.warning(
-                "moet: with several API servers, /metrics has none of moet's; %s has them.",
-                STATS_PATH,
-            )
-            return
-        REGISTRY.register(collector)
+        if get_prometheus_registry() is REGISTRY:
+            REGISTRY.register(self._collector)
         # The task is kept: the event loop holds only weak references to tasks.
-        state.moet_poll = asyncio.create_task(_poll(engine_client, collector))
+        state.moet_poll = asyncio.create_task(_poll(engine_client, self._collector))
+
+    def _metrics(self) -> Response:
+        """vLLM's metrics and then ours. Not async: it reads files."""
+        ours = CollectorRegistry()
+        ours.register(self._collector)
+        text = generate_latest(get_prometheus_registry()) + generate_latest(ours)
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
 async def _poll(engine_client: Any, collector: RanksCollector) -> None:
-    """Keeps the collector up to date until the engine is gone."""
+    """Keeps the collector up to date until the engine is gone.
+
+    Statistics are not worth a server: what goes wrong here is said once. If it goes wrong at once,
+    the workers have no statistics; later, the next answer may be right again.
+    """
+    said = False
     while not engine_client.errored:
         try:
             collector.ranks = await engine_client.collective_rpc("moet_stats")
         except Exception as error:
-            # Statistics are not worth a server: it serves on without them.
-            logger.warning("moet: no statistics in /metrics: %s", error)
-            return
+            if not said:
+                logger.warning("moet: no statistics in /metrics: %s", error)
+            said = True
+            if not collector.ranks:
+                return
         await asyncio.sleep(_POLL_SECONDS)
 
 

@@ -1,63 +1,79 @@
-"""Residency's metrics as plain values, as one line of text, and as Prometheus families."""
+"""Residency's metrics as plain values, and as one line of text.
+
+The plain values are what a worker answers to `moet_stats`, what `GET /v1/moet/stats` gives, and
+what `metrics.py` makes Prometheus families of.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
-from prometheus_client.registry import Collector
-
-from moet.residency.metrics import LATENCY_BOUNDS, Metrics
+from moet.residency.metrics import LATENCY_BOUNDS, LatencyHistogram, Metrics, Phase
+from moet.residency.tiers.device import Tier
+from moet.residency.tiers.metrics import TierMetrics
 from moet.units import byte_size
 
-_COUNTERS = {
-    "steps": "Forward steps finished.",
-    "steps_without_miss": "Forward steps whose experts were all in memory.",
-    "memory_bytes": "Bytes of expert rows that were read where they lay in memory.",
-    "disk_bytes": "Bytes of expert rows read from disk.",
-    "stall_seconds": "Seconds that steps waited for disk.",
-    "evictions": "Rows that lost their place in memory.",
-    "promotions": "Rows that decoding began to keep in memory.",
-    "read_errors": "Rows that could not be read or failed their checksum.",
-}
-_POOL_GAUGES = {
-    "slots": "Slots of a pool.",
-    "free": "Slots of a pool that are empty.",
-    "kept": "Rows of a pool that decoding keeps.",
-}
+# Plain numbers of each kind of metrics, as they are named there.
+_POOLS = (
+    "steps",
+    "steps_without_miss",
+    "memory_bytes",
+    "disk_bytes",
+    "stall_seconds",
+    "evictions",
+    "promotions",
+    "read_errors",
+)
+_TIERS = (
+    "steps",
+    "disk_bytes",
+    "disk_reads",
+    "stall_seconds",
+    "evictions",
+    "promotions",
+    "demotions",
+    "read_errors",
+    "requests",
+    "failed_requests",
+)
 
 
-def rank_stats(metrics: Metrics) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Figure:
+    """One more number that a runtime reports, in Prometheus' terms.
+
+    name: without `moet_` and without a counter's `_total`. about: the help text. kind: a counter
+    only ever grows. labels: their names are the same for all figures of a name; the rank is added.
+    """
+
+    name: str
+    about: str
+    value: float
+    kind: Literal["counter", "gauge"] = "counter"
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+def rank_stats(metrics: Metrics, further: Iterable[Figure] = ()) -> dict[str, Any]:
     """One rank's metrics as JSON-compatible values; names and units as in `Metrics`.
 
     A latency beyond the last bound is None.
     """
+    row_bytes = {precision: pool.row_bytes for precision, pool in metrics.pools.items()}
+    found = {"memory": metrics.hits, "disk": metrics.misses}
     return {
-        **{name: getattr(metrics, name) for name in _COUNTERS},
+        **{name: getattr(metrics, name) for name in _POOLS},
+        "steps_without_remote_row": metrics.steps_without_miss,
         "hit_rate": metrics.hit_rate,
-        "requests": [
-            {
-                "precision": str(precision),
-                "phase": str(phase),
-                "hits": metrics.hits.get((precision, phase), 0),
-                "misses": metrics.misses.get((precision, phase), 0),
-            }
-            for precision, phase in sorted({*metrics.hits, *metrics.misses})
+        "rows": [
+            _rows(precision, phase, tier, count, row_bytes.get(precision, 0))
+            for tier, counts in found.items()
+            for (precision, phase), count in sorted(counts.items())
         ],
-        "disk_latency": {
-            "p50_seconds": _finite(metrics.disk_latency.p50),
-            "p99_seconds": _finite(metrics.disk_latency.p99),
-            "total_seconds": metrics.disk_latency.total_seconds,
-            "bounds_seconds": list(LATENCY_BOUNDS),
-            "counts": list(metrics.disk_latency.counts),
-        },
+        "disk_latency": _latency(metrics.disk_latency),
         "pools": {
             str(precision): {
                 "slots": pool.slots,
@@ -69,11 +85,35 @@ def rank_stats(metrics: Metrics) -> dict[str, Any]:
             }
             for precision, pool in metrics.pools.items()
         },
+        "tiers": [
+            _tier(precision, "memory", pool.slots, pool.used, pool.row_bytes)
+            for precision, pool in metrics.pools.items()
+        ],
+        "further": [dataclasses.asdict(figure) for figure in further],
     }
 
 
-def _finite(seconds: float) -> float | None:
-    return seconds if math.isfinite(seconds) else None
+def tier_stats(metrics: TierMetrics, further: Iterable[Figure] = ()) -> dict[str, Any]:
+    """The same of a rank whose rows are in a GPU's tiers; names and units as in `TierMetrics`.
+
+    hit_rate: of decode's rows, the share that was in GPU memory.
+    """
+    return {
+        **{name: getattr(metrics, name) for name in _TIERS},
+        "steps_without_remote_row": metrics.steps_local,
+        "hit_rate": _shares(metrics)[Tier.GPU],
+        "rows": [
+            {**_rows(precision, phase, _name(tier), count, 0), "bytes": metrics.hit_bytes[key]}
+            for key, count in metrics.hits.items()
+            for precision, phase, tier in (key,)
+        ],
+        "disk_latency": _latency(metrics.disk_latency),
+        "tiers": [
+            _tier(precision, _name(tier), use.places, use.used, use.row_bytes)
+            for (precision, tier), use in metrics.tiers.items()
+        ],
+        "further": [dataclasses.asdict(figure) for figure in further],
+    }
 
 
 def describe(metrics: Metrics) -> str:
@@ -87,46 +127,71 @@ def describe(metrics: Metrics) -> str:
     )
 
 
-class RanksCollector(Collector):
-    """The newest statistics of every rank as `moet_*` metric families.
+def describe_tiers(metrics: TierMetrics) -> str:
+    """One line for the log."""
+    shares = _shares(metrics)
+    line = (
+        f"{metrics.steps} decode steps ({metrics.steps_local} without a remote row), of their rows "
+        f"{shares[Tier.GPU]:.1%} found in GPU memory, {shares[Tier.ARENA]:.1%} in host memory, "
+        f"{shares[Tier.DISK]:.1%} on disk; {metrics.disk_reads} rows read from disk "
+        f"({byte_size(metrics.disk_bytes)}, p99 {metrics.disk_latency.p99 * 1e3:.1f} ms), "
+        f"{metrics.stall_seconds:.1f} s waited for them; {metrics.promotions} promoted, "
+        f"{metrics.demotions} demoted, {metrics.evictions} evicted"
+    )
+    if metrics.failed_requests:
+        line += f"; {metrics.failed_requests} requests failed, {metrics.read_errors} read errors"
+    return line
 
-    ranks: what `rank_stats` gave, by rank; set by whoever polls the workers.
-    """
 
-    def __init__(self) -> None:
-        self.ranks: Sequence[Mapping[str, Any]] = ()
-
-    def collect(self) -> Iterable[Metric]:
-        for name, about in _COUNTERS.items():
-            counter = CounterMetricFamily(f"moet_{name}", about, labels=["rank"])
-            for rank, stats in enumerate(self.ranks):
-                counter.add_metric([str(rank)], stats[name])
-            yield counter
-        for outcome in ("hits", "misses"):
-            about = f"Experts asked for that were{'' if outcome == 'hits' else ' not'} in memory."
-            labels = ["rank", "precision", "phase"]
-            counter = CounterMetricFamily(f"moet_expert_{outcome}", about, labels=labels)
-            for rank, stats in enumerate(self.ranks):
-                for of in stats["requests"]:
-                    counter.add_metric([str(rank), of["precision"], of["phase"]], of[outcome])
-            yield counter
-        for name, about in _POOL_GAUGES.items():
-            gauge = GaugeMetricFamily(f"moet_pool_{name}", about, labels=["rank", "precision"])
-            for rank, stats in enumerate(self.ranks):
-                for precision, pool in stats["pools"].items():
-                    gauge.add_metric([str(rank), precision], pool[name])
-            yield gauge
-        yield self._latency()
-
-    def _latency(self) -> Metric:
-        family = HistogramMetricFamily(
-            "moet_disk_read_seconds", "Seconds that reading a row from disk took.", labels=["rank"]
+def _shares(metrics: TierMetrics) -> dict[Tier, float]:
+    """Of the rows that decode used, by where they were found; all in GPU memory if none was."""
+    counts = {
+        tier: sum(
+            count
+            for (_, phase, found), count in metrics.hits.items()
+            if found == tier and phase == Phase.DECODE
         )
-        for rank, stats in enumerate(self.ranks):
-            latency, seen, buckets = stats["disk_latency"], 0, []
-            bounds = [*map(str, latency["bounds_seconds"]), "+Inf"]
-            for bound, count in zip(bounds, latency["counts"], strict=True):
-                seen += count
-                buckets.append((bound, seen))
-            family.add_metric([str(rank)], buckets, latency["total_seconds"])
-        return family
+        for tier in Tier
+    }
+    total = sum(counts.values())
+    if not total:
+        return {tier: float(tier == Tier.GPU) for tier in Tier}
+    return {tier: count / total for tier, count in counts.items()}
+
+
+def _name(tier: Tier) -> str:
+    return tier.name.lower()
+
+
+def _rows(precision: str, phase: str, tier: str, count: int, row_bytes: int) -> dict[str, Any]:
+    return {
+        "precision": str(precision),
+        "phase": str(phase),
+        "tier": tier,
+        "rows": count,
+        "bytes": count * row_bytes,
+    }
+
+
+def _tier(precision: str, tier: str, places: int, used: int, row_bytes: int) -> dict[str, Any]:
+    return {
+        "precision": str(precision),
+        "tier": tier,
+        "places": places,
+        "used": used,
+        "row_bytes": row_bytes,
+    }
+
+
+def _latency(latency: LatencyHistogram) -> dict[str, Any]:
+    return {
+        "p50_seconds": _finite(latency.p50),
+        "p99_seconds": _finite(latency.p99),
+        "total_seconds": latency.total_seconds,
+        "bounds_seconds": list(LATENCY_BOUNDS),
+        "counts": list(latency.counts),
+    }
+
+
+def _finite(seconds: float) -> float | None:
+    return seconds if math.isfinite(seconds) else None
