@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import pytest
-from vllm.v1.engine.exceptions import EngineDeadError
 
 from moet.checkpoints import Checkpoint
 from moet.eval.reference import load_reference
@@ -84,17 +83,27 @@ def test_compiled_and_then_damaged(tmp_path, capfd):
         small = {"pack": str(pack), "base_pool": "10%", "streaming_slots": 2}
         llm.collective_rpc("moet_configure", args=(small,))
         assert tokens(llm, ids) == tokens(llm, ids)
+        probe = prompts(256, (60,), seed=1)
+        before = tokens(llm, probe)
+        llm.reset_prefix_cache()
         layer = Pack.open(pack).layers[1]
+        whole = layer.path.read_bytes()
         with open(layer.path, "r+b") as file:
             for expert in range(32):
-                file.seek(layer.layout.row_offset(layer.layout.base.precision, expert) + 100)
-                byte = file.read(1)[0]
-                file.seek(-1, os.SEEK_CUR)
-                file.write(bytes([byte ^ 1]))
-        with pytest.raises(EngineDeadError):
-            generate(llm, prompts(256, (60,), seed=1), 4)
+                at = layer.layout.row_offset(layer.layout.base.precision, expert) + 100
+                file.seek(at)
+                file.write(bytes([whole[at] ^ 1]))
+        # Every request of the step ends with an error and no token; the engine serves on.
+        outputs = generate(llm, [*probe, *prompts(256, (9,), seed=2)], 4)
+        assert [o.outputs[0].finish_reason for o in outputs] == ["error", "error"]
+        assert not any(o.outputs[0].token_ids for o in outputs)
+        with open(layer.path, "r+b") as file:
+            file.write(whole)
+        # Nothing of the failed step is left: not in residency, not in the prefix cache.
+        assert tokens(llm, probe) == before
     log = capfd.readouterr()
-    assert f"PackError: {layer.path}: layer 1 expert" in log.out + log.err
+    assert f"{layer.path}: layer 1 expert" in log.out + log.err
+    assert "requests end with an error" in log.out + log.err
 
 
 # Imports where workers, which import the script too, do not see them (see moet.vllm.config).

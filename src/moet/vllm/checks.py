@@ -5,7 +5,6 @@ An error in a worker reaches the user as the middle of a long log; one in proces
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,21 +39,6 @@ def check_model(hf_config: Any) -> None:
         family_of({"architectures": architectures})
     except CheckpointError as error:
         raise UnsupportedError(error.message, error.hint) from None
-
-
-def config_under_construction() -> VllmConfig | None:
-    """The VllmConfig that is making the quantization config, as seen from one of its hooks.
-
-    vLLM hands the hook the model's part only, and the rest to no plugin before the workers. So this
-    looks up the call stack; where it finds nothing, the workers check instead.
-    """
-    frame = inspect.currentframe()
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, VllmConfig):
-            return owner
-        frame = frame.f_back
-    return None
 
 
 def check_engine(vllm_config: VllmConfig) -> None:

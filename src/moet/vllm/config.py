@@ -33,6 +33,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from moet.errors import UnsupportedError
 from moet.vllm import METHOD
+from moet.vllm.construction import config_under_construction, name_classes
 
 _PREFIX = "Moet__"
 _UNQUANTIZED = "unquantized"
@@ -85,12 +86,17 @@ class MoetMixin:
         first layer is made.
         """
         super().maybe_update_config(model_name, hf_config, revision)  # type: ignore[misc]
-        if hf_config is None or not envs.VLLM_ENABLE_V1_MULTIPROCESSING:
+        if hf_config is None:
             return
-        from moet.vllm.checks import check_engine, check_model, config_under_construction
+        vllm_config = config_under_construction()
+        if vllm_config is not None:
+            name_classes(vllm_config)
+        if not envs.VLLM_ENABLE_V1_MULTIPROCESSING:
+            return
+        from moet.vllm.checks import check_engine, check_model
 
         check_model(hf_config)
-        if (vllm_config := config_under_construction()) is not None:
+        if vllm_config is not None:
             check_engine(vllm_config)
             self._moet_checked = True
 

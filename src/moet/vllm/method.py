@@ -10,8 +10,9 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
-from moet.errors import UnsupportedError
+from moet.errors import MoetError, UnsupportedError
 from moet.vllm.build import build_runtime
+from moet.vllm.construction import ends_failed_steps
 from moet.vllm.layer import (
     Biases,
     activation_of,
@@ -22,7 +23,7 @@ from moet.vllm.layer import (
     register_biases,
 )
 from moet.vllm.op import register_op
-from moet.vllm.phase import decode_tokens
+from moet.vllm.phase import Fp4Tokens, decode_tokens
 from moet.vllm.runtime import Runtime
 
 # The part tensors of the checkpoint formats that vLLM reads, as it names them on the layer.
@@ -51,6 +52,7 @@ class MoetMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         check_layer(layer, prefix)
         self._runtime: Runtime | None = None
         self._biases: Biases | None = None
+        self._failure: MoetError | None = None
         self._vllm_config = get_current_vllm_config()
         hidden_layers = self._vllm_config.model_config.hf_text_config.num_hidden_layers
         self._prefix, self.layer = prefix, layer_index(prefix, hidden_layers)
@@ -125,7 +127,12 @@ class MoetMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         return out
 
     def compute(
-        self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, attn_metadata: Any
+        self,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        attn_metadata: Any,
+        fp4: Fp4Tokens | None = None,
     ) -> Tensor:
         """The body of `torch.ops.moet.experts`.
 
@@ -136,7 +143,21 @@ class MoetMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         decode = decode_tokens(attn_metadata, x.shape[0], self.runtime.decode_length)
         if self._weight_on_input:  # of one expert a token
             x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
-        return self.runtime.experts(self.layer, x, topk_ids, topk_weights, decode, self._activation)
+        try:
+            return self.runtime.experts(
+                self.layer, x, topk_ids, topk_weights, decode, self._activation, fp4
+            )
+        except MoetError as error:
+            if not ends_failed_steps(self._vllm_config):
+                raise
+            # The step's requests end with an error when its output is there (`ChecksSteps`).
+            self._failure = self._failure or error
+            return torch.zeros_like(x)
+
+    def take_failure(self) -> MoetError | None:
+        """Why the step that runs, or has just ended, fails; asked once a step."""
+        failure, self._failure = self._failure, None
+        return failure
 
 
 def moet_methods(vllm_config: Any) -> list[MoetMoEMethod]:

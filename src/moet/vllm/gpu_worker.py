@@ -1,0 +1,18 @@
+"""vLLM's GPU worker, whose steps may fail without ending the engine."""
+
+from __future__ import annotations
+
+from vllm.v1.worker.gpu_worker import Worker
+
+from moet.vllm.failures import StepMark
+from moet.vllm.steps import ChecksSteps
+
+
+class MoetGPUWorker(ChecksSteps, Worker):  # type: ignore[misc]
+    """`parallel_config.worker_cls` on a GPU."""
+
+    def _mark(self) -> StepMark | None:
+        from moet.vllm.method import find_runtime  # imports numba: see config.py
+
+        runtime = find_runtime(self.vllm_config)
+        return None if runtime is None else runtime.mark()
