@@ -28,6 +28,27 @@ _POOL_HELP = (
 )
 
 
+class GateSettings(BaseModel):
+    """The confidence gate: tokens of which the model is unsure are decided again at FP4."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tau: float = Field(
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Tokens whose most likely successor is less probable than this are decided "
+        "again; 0: none, 1 or more: all, prompts too.",
+    )
+    cap: float = Field(
+        default=1.0,
+        ge=0,
+        le=1,
+        description="The largest share of a request's tokens, from its first on, that may be "
+        "decided again.",
+    )
+
+
 class Settings(BaseModel):
     """Everything that can be set; immutable, and every field has a default that serves."""
 
@@ -45,6 +66,17 @@ class Settings(BaseModel):
         description='Which experts run at FP4: none ("base"), all ("fp4"), or those that a map of '
         "`moet map` names (its name, or the path of a JSON file). Draft (MTP) layers run at FP4 "
         "with each of them unless the map names them.",
+    )
+    gate: GateSettings | None = Field(
+        default=None,
+        description="The confidence gate, as {tau, cap}: tokens whose most likely successor is "
+        "less probable than tau are decided again with all experts at FP4. Both can be changed "
+        "while the server runs; without this setting there is no gate, and no memory for it.",
+    )
+    prefill_precision: Literal["base", "fp4"] = Field(
+        default="base",
+        description="Experts of prompt tokens: as `precision` says, or all at FP4, which leaves a "
+        "KV cache without the base's error.",
     )
     base_pool: str = Field(
         default="auto",
@@ -108,6 +140,11 @@ class Settings(BaseModel):
         le=1024,
         description="Threads of the CPU kernels, a rank. Default: torch's.",
     )
+
+    @property
+    def recovers(self) -> bool:
+        """Whether experts are needed at FP4 besides the precision that each has."""
+        return self.gate is not None or self.prefill_precision == "fp4"
 
     @property
     def pool_policy(self) -> str:

@@ -200,13 +200,15 @@ def check_pools(manager: ResidencyManager) -> None:
 
 def kept_rows(manager: ResidencyManager) -> set[RowKey]:
     return {
-        manager._key(row) for pool in manager._pools for row in np.flatnonzero(pool.kept).tolist()
+        manager._key(row, pool.precision)
+        for pool in manager._pools
+        for row in np.flatnonzero(pool.kept).tolist()
     }
 
 
 def resident_rows(manager: ResidencyManager) -> set[RowKey]:
     return {
-        manager._key(row)
+        manager._key(row, pool.precision)
         for pool in manager._pools
         for row in np.flatnonzero(manager.address_table(pool.precision)).tolist()
     }

@@ -5,6 +5,7 @@ from typing import Any
 from blake3 import blake3
 
 from moet.vllm.build import build_runtime
+from moet.vllm.gate.install import install
 from moet.vllm.method import find_runtime, moet_methods
 from moet.vllm.worker import MoetWorkerExtension
 
@@ -20,6 +21,7 @@ class ServingTestExtension(MoetWorkerExtension):
         new = build_runtime(self.vllm_config, layers, moe.tp_rank, moe.tp_size)
         for method in methods:
             method.runtime = new
+        install(self)
         old.manager.close()
 
     def moet_record_logits(self) -> None:

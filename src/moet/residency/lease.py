@@ -49,7 +49,7 @@ class Lease:
     Args:
         experts: int64 [n], ascending. rows: their flat indices. decode: which of them decode needs.
         pool_index: int [n], into `pools`.
-        key: the RowKey of a flat index, for the source.
+        key: the RowKey of a flat index and a precision, for the source.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Lease:
         pool_index: NDArray[np.int8],
         pools: Sequence[SlotPool],
         policy: Policy,
-        key: Callable[[int], RowKey],
+        key: Callable[[int, Precision], RowKey],
         reader: RowReader,
         backend: SlotBackend,
         counters: Counters,
@@ -138,7 +138,8 @@ class Lease:
                 if slot is None:
                     break
                 pending.popleft()
-                self._reads[position] = (slot, self._reader.start(self._key(row), slot))
+                key = self._key(row, pool.precision)
+                self._reads[position] = (slot, self._reader.start(key, slot))
 
     def _finish_reads(self, end: int) -> BaseException | None:
         """Publishes the rows before `end`; returns the error of the first that failed."""

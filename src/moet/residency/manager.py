@@ -33,6 +33,8 @@ class ResidencyManager(Closing):
         source: the rows. precision: of every expert of every layer that this rank computes, by the
             model's index of the layer.
         slots: of each precision's pool (`sizing.size_pool` makes them from a setting).
+        recovery: by layer, a precision that all its experts can be leased at besides their own.
+            Those rows are kept by how they are used themselves, by the same policy.
         streaming: slots of each pool that rows pass through without evicting what decode keeps;
             none in a pool with room for all rows.
         backend: the memory; host memory by default. policy: a name in `POLICIES`.
@@ -52,6 +54,7 @@ class ResidencyManager(Closing):
         precision: Mapping[int, Sequence[Precision]],
         slots: Mapping[Precision, int],
         *,
+        recovery: Mapping[int, Precision] | None = None,
         streaming: int = 8,
         backend: SlotBackend | None = None,
         policy: str = "lru",
@@ -66,15 +69,19 @@ class ResidencyManager(Closing):
         self.num_experts = source.num_experts
         self._index = {layer: index for index, layer in enumerate(self.layers)}
         names = _names(precision, source)
-        present = tuple(p for p in Precision if (names == p).any())
-        self._pool_of = np.zeros(names.shape, np.int8)  # [layers, experts]
-        for number, name in enumerate(present):
-            self._pool_of[names == name] = number
+        again = names if recovery is None else _names(_every(recovery, source), source)
+        present = tuple(p for p in Precision if (names == p).any() or (again == p).any())
+        # [layers, experts]: by each expert's own precision, and by that of recovery.
+        self._pool_of, self._recovery_of = (_numbers(of, present) for of in (names, again))
+        self._recovers = recovery is not None
         loaded = None
         if heat_path is not None:
             loaded = load_heat(heat_path, source.identity, self.layers, self.num_experts)
         self._heat = Heat(np.zeros(names.shape) if loaded is None else loaded, half_life)
         self._policy = POLICIES[policy](self._heat)
+        # Of their own, or experts that the base often needs would push out rows that recovery does.
+        self._recovery_heat = Heat(np.zeros(names.shape), half_life)
+        self._recovery_policy = POLICIES[policy](self._recovery_heat)
         zero = {(name, phase): 0 for name in present for phase in Phase}
         self._counters = Counters(hits=dict(zero), misses=zero)
         self._step = -1
@@ -92,7 +99,7 @@ class ResidencyManager(Closing):
             self._pools = [
                 SlotPool(
                     name,
-                    names == name,
+                    (names == name) | (again == name),
                     slots.get(name, 0),
                     streaming,
                     source.layouts[name].row_bytes,
@@ -107,18 +114,23 @@ class ResidencyManager(Closing):
             raise
 
     @contextmanager
-    def lease(self, layer: int, *, decode: ArrayLike, scan: ArrayLike) -> Iterator[Lease]:
+    def lease(
+        self, layer: int, *, decode: ArrayLike, scan: ArrayLike, recovery: bool = False
+    ) -> Iterator[Lease]:
         """The rows of one layer, as waves: `with m.lease(…) as lease: for wave in lease: …`.
 
-        A lease of the rank's first layer begins a step. The experts needed by both count as
-        decode's. One lease at a time.
+        A lease of the rank's first layer begins a step, unless it is of recovery. The experts
+        needed by both count as decode's. One lease at a time.
 
         Args:
             layer: the model's index. decode, scan: ids of the experts that tokens being decoded
                 need, and that only prompt tokens need; integers in any order.
+            recovery: rows at recovery's precision, not at each expert's own.
 
         Raises ResidencyError for a layer or an expert that does not exist.
         """
+        if recovery and not self._recovers:
+            raise ResidencyError("recovery's rows are asked for, and this manager has none.")
         index = self._index.get(layer)
         if index is None:
             raise ResidencyError(f"layer {layer} has no routed experts on this rank.")
@@ -129,18 +141,20 @@ class ResidencyManager(Closing):
         if self._closed:
             self._leased.release()
             raise ResidencyError("a lease is asked for after the manager was closed.")
-        if index == 0:
+        if index == 0 and not recovery:
             self._begin_step()
         used = decoded.nonzero()[0]
-        self._heat.touch(index, used, self._step)
-        self._policy.touch(index, used, self._step)
+        heat = self._recovery_heat if recovery else self._heat
+        policy = self._recovery_policy if recovery else self._policy
+        heat.touch(index, used, self._step)
+        policy.touch(index, used, self._step)
         lease = Lease(
             experts,
             index * self.num_experts + experts,
             decoded[experts],
-            self._pool_of[index, experts],
+            (self._recovery_of if recovery else self._pool_of)[index, experts],
             self._pools,
-            self._policy,
+            policy,
             self._key,
             self._reader,
             self._backend,
@@ -198,7 +212,7 @@ class ResidencyManager(Closing):
     def _fill(self, warm: bool, progress: Callable[[int, int], None] | None) -> None:
         """Reads the rows to begin with; the first that fails ends it with its error."""
         reads = [
-            (pool, slot, self._reader.start(self._key(row), slot))
+            (pool, slot, self._reader.start(self._key(row, pool.precision), slot))
             for pool in self._pools
             if warm or pool.slots == len(pool.rows)
             for row, slot in pool.preload(self._heat.log.reshape(-1))
@@ -222,10 +236,9 @@ class ResidencyManager(Closing):
         if self._keeper is not None:
             self._keeper.end_step(self._step)
 
-    def _key(self, row: int) -> RowKey:
+    def _key(self, row: int, precision: Precision) -> RowKey:
         index, expert = divmod(row, self.num_experts)
-        pool = self._pools[self._pool_of[index, expert]]
-        return RowKey(self.layers[index], expert, pool.precision)
+        return RowKey(self.layers[index], expert, precision)
 
     def _mask(self, layer: int, experts: ArrayLike) -> Mask:
         """True for `experts`: bool [num_experts]."""
@@ -258,3 +271,16 @@ def _names(precision: Mapping[int, Sequence[Precision]], source: RowSource) -> N
                     f"It has {', '.join(source.layouts)}.",
                 )
     return np.array([precision[layer] for layer in sorted(precision)], dtype=np.str_)
+
+
+def _every(recovery: Mapping[int, Precision], source: RowSource) -> dict[int, list[Precision]]:
+    """One precision a layer as one an expert."""
+    return {layer: [precision] * source.num_experts for layer, precision in recovery.items()}
+
+
+def _numbers(names: NDArray[np.str_], present: Sequence[Precision]) -> NDArray[np.int8]:
+    """Positions in `present`, [layers, experts]."""
+    numbers = np.zeros(names.shape, np.int8)
+    for number, name in enumerate(present):
+        numbers[names == name] = number
+    return numbers

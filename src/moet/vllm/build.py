@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from moet.kernels import CpuExperts, ExpertsOperator, make_operator
 from moet.pack import Pack, PackRowSource, verify_pack
 from moet.residency.manager import ResidencyManager
 from moet.settings import Settings
+from moet.vllm.gate.gate import Gate
 from moet.vllm.model import checkpoint_path, open_pack
 from moet.vllm.pools import size_pools
 from moet.vllm.precision import fp4_experts
@@ -55,11 +56,14 @@ def build_runtime(vllm_config: Any, layers: Sequence[int], tp_rank: int, tp_size
     if speculative is not None and speculative.method in ("mtp", "dspark"):
         layers = [*layers, *geometry.mtp_layers]
     precision = {layer: _precisions(pack, layer, fp4.get(layer)) for layer in layers}
-    sizings = size_pools(settings, precision, source.layouts, vllm_config)
+    recovery = _recovery(pack, precision) if settings.recovers else {}
+    rows = {layer: [*of, *_others(of, recovery.get(layer))] for layer, of in precision.items()}
+    sizings = size_pools(settings, rows, source.layouts, vllm_config)
     manager = ResidencyManager(
         source,
         precision,
         {p: sizing.slots for p, sizing in sizings.items()},
+        recovery=recovery or None,
         streaming=settings.pool_streaming,
         policy=settings.pool_policy,
         io_threads=settings.io_threads,
@@ -68,9 +72,18 @@ def build_runtime(vllm_config: Any, layers: Sequence[int], tp_rank: int, tp_size
     )
     operator = _operator(settings)
     if tp_rank == 0:
-        _summarize(pack, settings, operator.name, precision, [of.reason for of in sizings.values()])
+        _summarize(pack, settings, operator.name, rows, [of.reason for of in sizings.values()])
     decode_length = 1 + (speculative.num_speculative_tokens if speculative is not None else 0)
-    return Runtime(geometry, manager, source, precision, operator, decode_length)
+    return Runtime(
+        geometry,
+        manager,
+        source,
+        precision,
+        operator,
+        decode_length,
+        recovery=recovery,
+        gate=None if settings.gate is None else Gate(settings.gate.tau, settings.gate.cap),
+    )
 
 
 def _operator(settings: Settings) -> ExpertsOperator:
@@ -89,6 +102,16 @@ def _precisions(pack: Pack, layer: int, fp4: NDArray[np.bool_] | None) -> list[P
         )
     high = pack.layers[layer].layout.fp4.precision
     return [high if wanted else Precision.BASE for wanted in fp4]
+
+
+def _recovery(pack: Pack, layers: Iterable[int]) -> dict[int, Precision]:
+    """The precision at which tokens are decided again, by layer."""
+    return {layer: pack.layers[layer].layout.fp4.precision for layer in layers}
+
+
+def _others(precision: Sequence[Precision], recovery: Precision | None) -> list[Precision]:
+    """The rows that a layer needs for recovery besides those that it has anyway."""
+    return [recovery for own in precision if recovery not in (None, own)]
 
 
 def _verify(pack: Pack, checkpoint: Checkpoint) -> None:
@@ -132,15 +155,15 @@ def _summarize(
     pack: Pack,
     settings: Settings,
     operator: str,
-    precision: Mapping[int, Sequence[Precision]],
+    rows: Mapping[int, Sequence[Precision]],
     reasons: list[str],
 ) -> None:
     quantizer = pack.manifest.quantizer
-    counts = {p: sum(list(of).count(p) for of in precision.values()) for p in Precision}
+    counts = {p: sum(list(of).count(p) for of in rows.values()) for p in Precision}
     experts = ", ".join(f"{count} {p}" for p, count in counts.items() if count)
     lines = [
         f"pack       {pack.path} ({quantizer.name}, level {quantizer.level})",
-        f"precision  {settings.precision}: {experts} rows in {len(precision)} layers",
+        f"precision  {settings.precision}: {experts} rows in {len(rows)} layers",
         *(f"pool       {reason}" for reason in reasons),
         f"policy     {settings.pool_policy}, {settings.pool_streaming} streaming slots a pool",
         f"operator   {operator}",

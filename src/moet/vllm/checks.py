@@ -17,6 +17,7 @@ from moet.checkpoints import Checkpoint, family_of
 from moet.errors import CheckpointError, UnsupportedError
 from moet.kernels import OPERATORS
 from moet.settings import Settings
+from moet.vllm.gate.checks import unsupported as gate_unsupported
 from moet.vllm.loader import LOAD_FORMATS
 from moet.vllm.model import open_pack
 from moet.vllm.precision import fp4_experts
@@ -45,7 +46,7 @@ def check_engine(vllm_config: VllmConfig) -> None:
     """Refuses impossible settings and features of vLLM that would give wrong output, or none."""
     check_model(vllm_config.model_config.hf_config)
     settings = Settings.from_additional_config(vllm_config.additional_config)
-    for problem in _unsupported(vllm_config):
+    for problem in (*_unsupported(vllm_config), *gate_unsupported(vllm_config, settings)):
         raise problem
     # Now rather than after minutes of loading. vLLM downloads a model's files while it loads.
     if (path := Path(vllm_config.model_config.model)).is_dir():

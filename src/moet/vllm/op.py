@@ -11,13 +11,17 @@ from torch.library import Library
 from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import direct_register_custom_op
 
+from moet.vllm.phase import fp4_tokens
+
 
 def _experts(
     x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer_name: str
 ) -> torch.Tensor:
     context = get_forward_context()
     method = context.no_compile_layers[layer_name].routed_experts.quant_method
-    out: torch.Tensor = method.compute(x, topk_weights, topk_ids, context.attn_metadata)
+    out: torch.Tensor = method.compute(
+        x, topk_weights, topk_ids, context.attn_metadata, fp4_tokens(context)
+    )
     return out
 
 

@@ -1,12 +1,44 @@
-"""Which tokens of a step are being decoded: residency treats their experts differently."""
+"""What a layer must know of a step's tokens: which are being decoded, which run at FP4."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+_FP4_TOKENS = "moet_fp4_tokens"
+
+
+@dataclass(frozen=True)
+class Fp4Tokens:
+    """Tokens of a forward pass all of whose experts run at FP4.
+
+    tokens: bool [tokens of the pass, without padding]. again: the pass repeats what the step has
+    computed before.
+    """
+
+    tokens: NDArray[np.bool_]
+    again: bool
+
+    def padded(self, num_tokens: int) -> NDArray[np.bool_]:
+        """bool [num_tokens]; padding runs at no precision in particular."""
+        marks = np.zeros(num_tokens, np.bool_)
+        marks[: len(self.tokens)] = self.tokens
+        return marks
+
+
+def mark_fp4_tokens(context: Any, marks: Fp4Tokens) -> None:
+    """Tells the layers that run in this forward context."""
+    context.additional_kwargs[_FP4_TOKENS] = marks
+
+
+def fp4_tokens(context: Any) -> Fp4Tokens | None:
+    """What `mark_fp4_tokens` said of this forward context, if anything."""
+    marks: Fp4Tokens | None = context.additional_kwargs.get(_FP4_TOKENS)
+    return marks
 
 
 def decode_tokens(attn_metadata: Any, num_tokens: int, decode_length: int) -> NDArray[np.bool_]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from moet.calibrate import CalibrationLayout, Metadata, SampleSink
 from moet.kernels import SwiGLU
 from moet.vllm.method import MoetMoEMethod, find_runtime, moet_methods
+from moet.vllm.phase import Fp4Tokens
 from moet.vllm.quantized import quantized_runtime
 from moet.vllm.runtime import Runtime
 
@@ -42,12 +43,13 @@ class RecordingRuntime(Runtime):
         topk_weights: Tensor,
         decode: NDArray[np.bool_],
         activation: SwiGLU,
+        fp4: Fp4Tokens | None = None,
     ) -> Tensor:
         if self._only in (None, layer):
             self._note(layer, x, topk_ids, topk_weights)
         if self._only is not None and layer >= self._only:
             return torch.zeros_like(x)
-        return self.inner.experts(layer, x, topk_ids, topk_weights, decode, activation)
+        return self.inner.experts(layer, x, topk_ids, topk_weights, decode, activation, fp4)
 
 
 class Recorder:

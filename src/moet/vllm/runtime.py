@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,9 @@ from moet.formats.layout import Precision
 from moet.kernels import ExpertRows, ExpertsOperator, SwiGLU
 from moet.pack import PackRowSource
 from moet.residency.manager import ResidencyManager
+from moet.vllm.gate.gate import Gate
 from moet.vllm.layer import Biases
+from moet.vllm.phase import Fp4Tokens
 from moet.vllm.stats import describe, rank_stats
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
@@ -39,7 +41,8 @@ class Runtime:
 
     geometry: of the model. manager: of the rank's rows. source: they come from there.
     precision: of every expert, by layer. operator: computes. decode_length: the most tokens of one
-    request in a decode step. biases: of the layers that have any.
+    request in a decode step. biases: of the layers that have any. recovery: by layer, the
+    precision of FP4 tokens' experts; empty if there are none. gate: the confidence gate, if any.
     """
 
     geometry: Geometry
@@ -49,10 +52,15 @@ class Runtime:
     operator: ExpertsOperator
     decode_length: int
     biases: dict[int, Biases] = field(default_factory=dict)
+    recovery: Mapping[int, Precision] = field(default_factory=dict)
+    gate: Gate | None = None
 
     def __post_init__(self) -> None:
         self._factors = {
             layer: _factors(self.source, layer, of) for layer, of in self.precision.items()
+        }
+        self._recovery_factors = {
+            layer: self.source.factors(layer, of) for layer, of in self.recovery.items()
         }
         self._logged = time.monotonic()
         weakref.finalize(self, _close, self.manager, self.source)
@@ -80,20 +88,40 @@ class Runtime:
         topk_weights: Tensor,
         decode: NDArray[np.bool_],
         activation: SwiGLU,
+        fp4: Fp4Tokens | None = None,
     ) -> Tensor:
         """The rank's part of a layer's routed experts: [T, hidden] in x's dtype.
 
         x: [T, hidden] float32 or bfloat16. topk_ids: int32 [T, k], −1 = none. topk_weights:
-        float32 [T, k]. decode: [T], the tokens of requests that decode.
+        float32 [T, k]. decode: [T], the tokens of requests that decode. fp4: those whose experts
+        all run at recovery's precision.
         """
         x, ids = x.contiguous(), topk_ids.to(torch.int32).contiguous()
         weights = topk_weights.to(torch.float32).contiguous()
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        needed = ids.cpu().numpy()
-        factors, layouts = self._factors[layer], self.source.layouts
+        call = _Call(layer, x, ids, weights, decode, activation, out)
+        if fp4 is None:
+            self._accumulate(call)
+        else:
+            marks = fp4.padded(x.shape[0])
+            if not fp4.again:  # also with no token left: its lease begins the step
+                self._accumulate(call.only(~marks))
+            self._accumulate(call.only(marks), recovery=True)
+        if (biases := self.biases.get(layer)) is not None:
+            biases.add_down(ids, weights, out)
+        self._log()
+        return out.to(x.dtype)
+
+    def _accumulate(self, call: _Call, recovery: bool = False) -> None:
+        """Adds up each expert's output for the tokens that it has."""
+        layer, needed = call.layer, call.ids.cpu().numpy()
+        factors = (self._recovery_factors if recovery else self._factors)[layer]
         biases = self.biases.get(layer)
         with self.manager.lease(
-            layer, decode=_unique(needed[decode]), scan=_unique(needed[~decode])
+            layer,
+            decode=_unique(needed[call.decode]),
+            scan=_unique(needed[~call.decode]),
+            recovery=recovery,
         ) as lease:
             for wave in lease:
                 rows = ExpertRows(
@@ -101,24 +129,41 @@ class Runtime:
                     wave.address,
                     wave.precision,
                     factors[wave.experts],
-                    layouts,
+                    self.source.layouts,
                     None if biases is None else biases.gate_up[wave.experts],
                 )
-                self.operator.accumulate(x, ids, weights, rows, activation, out)
-        if biases is not None:
-            biases.add_down(ids, weights, out)
-        self._log()
-        return out.to(x.dtype)
+                self.operator.accumulate(
+                    call.x, call.ids, call.weights, rows, call.activation, call.out
+                )
 
     def stats(self) -> dict[str, Any]:
         """The rank's statistics as plain values (`stats.rank_stats`)."""
-        return rank_stats(self.manager.metrics())
+        further = () if self.gate is None else self.gate.figures()
+        return rank_stats(self.manager.metrics(), further)
 
     def _log(self) -> None:
         now = time.monotonic()
         if now - self._logged >= _LOG_EVERY:
             self._logged = now
             logger.info("moet: %s", describe(self.manager.metrics()))
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One layer's tokens, as `Runtime.experts` was given them; out: float32 [T, hidden]."""
+
+    layer: int
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+    decode: NDArray[np.bool_]
+    activation: SwiGLU
+    out: Tensor
+
+    def only(self, tokens: NDArray[np.bool_]) -> _Call:
+        """The same with no experts for tokens that are not among `tokens`, bool [T]."""
+        others = torch.from_numpy(~tokens).to(self.ids.device)
+        return replace(self, ids=self.ids.masked_fill(others[:, None], -1))
 
 
 def _factors(

@@ -15,6 +15,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
 from moet.vllm.failures import FailedStep
+from moet.vllm.gate.scheduler import KeepsGeneratedBlocks
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
 
@@ -83,11 +84,11 @@ class EndsFailedSteps:
         return written
 
 
-class _Sync(EndsFailedSteps, Scheduler):  # type: ignore[misc]
+class _Sync(EndsFailedSteps, KeepsGeneratedBlocks, Scheduler):  # type: ignore[misc]
     pass
 
 
-class _Async(EndsFailedSteps, AsyncScheduler):  # type: ignore[misc]
+class _Async(EndsFailedSteps, KeepsGeneratedBlocks, AsyncScheduler):  # type: ignore[misc]
     pass
 
 

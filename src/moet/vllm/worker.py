@@ -14,9 +14,31 @@ class MoetWorkerExtension:
 
     def moet_stats(self) -> dict[str, Any]:
         """This rank's residency statistics (`stats.rank_stats`)."""
+        stats: dict[str, Any] = self._moet_runtime().stats()
+        return stats
+
+    def moet_gate(
+        self, tau: float | None = None, cap: float | None = None
+    ) -> dict[str, float] | None:
+        """Changes what is given of the gate's settings, between two steps; returns all of them.
+
+        None: this server has no gate. Raises ConfigError for values that cannot be.
+        """
+        from moet.settings import Settings
+
+        gate = self._moet_runtime().gate
+        if gate is None:
+            return None
+        given = {"tau": gate.tau if tau is None else tau, "cap": gate.cap if cap is None else cap}
+        checked = Settings.parse({"gate": given}).gate
+        assert checked is not None
+        gate.set(checked.tau, checked.cap)
+        return {"tau": gate.tau, "cap": gate.cap}
+
+    def _moet_runtime(self) -> Any:
         from moet.vllm.method import find_runtime
 
         runtime = find_runtime(self.vllm_config)
         if runtime is None:
             raise ConfigError("this server does not serve with moet.", "Add --quantization moet.")
-        return runtime.stats()
+        return runtime
