@@ -8,8 +8,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import psutil
-
+from moet.host_memory import host_memory
 from moet.plan.machine import Disk, Gpu, Machine, find_gpu, host_bandwidth, pcie
 from moet.plan.measured import assumption
 
@@ -39,15 +38,7 @@ def detect(place: Path | None = None) -> Machine:
 
 def memory_limit(cgroup: Path = _CGROUP) -> int:
     """Bytes of memory that this process may use: the machine's, or its cgroup's if that is less."""
-    limits = [psutil.virtual_memory().total]
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        try:
-            text = (cgroup / name).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            limits.append(int(text))
-    return min(limits)
+    return host_memory(cgroup).total
 
 
 def _gpus() -> tuple[list[Gpu], list[str]]:

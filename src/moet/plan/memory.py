@@ -9,8 +9,7 @@ from moet.formats.layout import Precision
 from moet.plan.inventory import Inventory, Role
 from moet.plan.kv import KvCache, absorbed_bytes
 from moet.plan.machine import GIB, Machine
-from moet.plan.measured import assumption
-from moet.plan.reserve import serving_reserve
+from moet.plan.reserve import host_reserve, prefill_buffers, serving_reserve
 from moet.plan.routing import EVEN, distinct_experts, popularity
 from moet.plan.workload import Workload
 from moet.residency.sizing import STREAMING_SLOTS, fit_rows
@@ -110,11 +109,7 @@ def rank_row_bytes(inventory: Inventory, precision: Precision, tp: int) -> int:
 
 def host_fixed(machine: Machine) -> int:
     """Bytes of host memory that are not for experts: the system, and vLLM's processes."""
-    ranks = max(1, machine.count)
-    each = assumption("host_process_gib").typical
-    if machine.gpu is not None:
-        each += assumption("host_staging_gib").typical
-    return round((assumption("host_system_gib").typical + ranks * each) * GIB)
+    return host_reserve(max(1, machine.count), machine.gpu is not None)
 
 
 def place(inventory: Inventory, machine: Machine, workload: Workload, need: Needs) -> Placement:
@@ -129,8 +124,7 @@ def place(inventory: Inventory, machine: Machine, workload: Workload, need: Need
         return Placement(rows, kept, 0, rows - kept, max(0, budget), buffers, 0, host)
     pool, buffers = fit_rows(limit, need.row, budget), 0
     if pool < rows:
-        layers = 2 * inventory.geometry.num_experts * need.row
-        buffers = max(0, min(layers, budget // 8))
+        buffers = prefill_buffers(inventory.geometry.num_experts * need.row, budget)
         pool = fit_rows(limit, need.row, budget - buffers)
     whole = need.row * machine.count
     arena = fit_rows(rows - pool, whole, machine.ram - host)

@@ -1,4 +1,8 @@
-"""What a rank that serves must leave to everything but experts: for pools set to `auto`."""
+"""What a rank that serves must leave to everything but experts, and how tiers share the rest.
+
+The planner counts with these formulas before anything is downloaded, and a server whose pools are
+set to `auto` when it has loaded everything else.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,12 @@ from moet.plan.inventory import text_config
 from moet.plan.kv import KvCache, hidden_size, kv_cache
 from moet.plan.machine import GIB
 from moet.plan.measured import assumption
+
+# What prefill's buffers, and the KV cache of a pool set to `auto`, take at most of what is left.
+_BUFFERS_SHARE = 8
+_KV_SHARE = 4
+# Blocks that are not full, and the block that vLLM keeps for padding.
+_KV_WASTE = 1.05
 
 
 @dataclass(frozen=True)
@@ -53,3 +63,34 @@ def serving_reserve(
         workspace["CUDA context"] = round(assumption("gpu_context_gib").typical * GIB)
         workspace["CUDA graphs"] = round(assumption("gpu_graphs_gib").typical * GIB)
     return Reserve(cache, cache.nbytes(context, streams), workspace)
+
+
+def kv_room(cache: KvCache, context: int, streams: int, budget: int) -> tuple[int, int]:
+    """Bytes of KV cache to leave where nobody has said how many, and the requests that they hold.
+
+    Of `streams` requests of `context` tokens those that fit into a quarter of the budget (bytes),
+    but at least one, without which vLLM does not start.
+    """
+    each = max(1, round(_KV_WASTE * cache.nbytes(context, 1)))
+    requests = max(1, min(streams, budget // _KV_SHARE // each))
+    return requests * each, requests
+
+
+def prefill_buffers(layer_bytes: int, budget: int) -> int:
+    """Bytes of the buffers that prefill streams layers through: two layers, or an eighth of what is
+    left for experts if that is less."""
+    return max(0, min(2 * layer_bytes, budget // _BUFFERS_SHARE))
+
+
+def host_reserve(ranks: int, gpu: bool) -> int:
+    """Bytes of host memory that are not for experts: the system's, and vLLM's processes of all
+    ranks on this host."""
+    each = assumption("host_process_gib").typical
+    if gpu:
+        each += assumption("host_staging_gib").typical
+    return round((assumption("host_system_gib").typical + ranks * each) * GIB)
+
+
+def staging_bytes() -> int:
+    """Bytes of host memory that loading may take besides the arena."""
+    return round(assumption("host_staging_gib").typical * GIB)

@@ -80,7 +80,7 @@ def _prediction(
         Range(rate["slow"], rate["typical"], rate["fast"]),
         typical,
         max(typical, key=lambda cause: typical[cause]),
-        Range(hits["slow"], hits["typical"], hits["fast"]),
+        Range(*sorted(hits.values())),  # in this order already, but for rounding
     )
 
 
