@@ -45,6 +45,7 @@ def serving_reserve(
     tp: int = 1,
     drafts: int = 0,
     gpu: bool = True,
+    cautious: bool = False,
 ) -> Reserve:
     """What a rank needs besides weights and experts.
 
@@ -52,16 +53,22 @@ def serving_reserve(
         config: config.json. context, streams: tokens of a request, requests at once.
         chunk: prompt tokens a step. kv_dtype: auto, bfloat16 or fp8. tp: tensor-parallel ranks.
         drafts: draft layers that are served. gpu: whether CUDA's context and graphs count.
+        cautious: the high ends of what is assumed, not the typical values.
 
     Raises CheckpointError for a config without the keys that the KV cache follows from.
     """
     text = text_config(config)
     cache = kv_cache(text, dtype=kv_dtype, tp=tp, drafts=drafts)
-    widths = assumption("activation_widths").typical
+
+    def assumed(name: str) -> float:
+        value = assumption(name)
+        return value.high if cautious else value.typical
+
+    widths = assumed("activation_widths")
     workspace = {"activations": round(chunk * hidden_size(text) * 2 * widths)}
     if gpu:
-        workspace["CUDA context"] = round(assumption("gpu_context_gib").typical * GIB)
-        workspace["CUDA graphs"] = round(assumption("gpu_graphs_gib").typical * GIB)
+        workspace["CUDA context"] = round(assumed("gpu_context_gib") * GIB)
+        workspace["CUDA graphs"] = round(assumed("gpu_graphs_gib") * GIB)
     return Reserve(cache, cache.nbytes(context, streams), workspace)
 
 

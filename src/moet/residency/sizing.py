@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import psutil
 
@@ -20,6 +22,9 @@ STREAMING_SLOTS = 8
 _FORMS = 'Write "25%", "12GiB", a number of slots, or "auto".'
 
 
+Kind = TypeVar("Kind")
+
+
 @dataclass(frozen=True)
 class Sizing:
     """slots: of a pool. reason: one plain sentence for the log."""
@@ -32,6 +37,34 @@ def fit_rows(rows: int, row_bytes: int, nbytes: int) -> int:
     """How many of `rows` rows fit into `nbytes`: what "auto" gives a pool, and what a plan counts
     on. nbytes may be negative (nothing fits)."""
     return min(rows, max(0, nbytes) // row_bytes)
+
+
+def size_bytes(setting: str) -> int | None:
+    """The bytes that a size setting names; None if it names none."""
+    match = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([KMGT]i?B)", setting.strip())
+    return None if match is None else int(float(match[1]) * _UNITS[match[2]])
+
+
+def share_rows(
+    rows: Mapping[Kind, int],
+    row_bytes: Mapping[Kind, int],
+    nbytes: int,
+    *,
+    in_turn: bool = False,
+) -> dict[Kind, int]:
+    """How many rows of each kind fit into `nbytes` together.
+
+    in_turn: the first kind gets all it wants, the next ones what is left; otherwise they share in
+    proportion to the bytes of their rows.
+    """
+    wanted = sum(count * row_bytes[kind] for kind, count in rows.items())
+    found: dict[Kind, int] = {}
+    for kind, count in rows.items():
+        part = nbytes if in_turn or wanted <= nbytes else nbytes * count * row_bytes[kind] // wanted
+        found[kind] = fit_rows(count, row_bytes[kind], part)
+        if in_turn or wanted <= nbytes:
+            nbytes -= found[kind] * row_bytes[kind]
+    return found
 
 
 def size_pool(
@@ -74,8 +107,8 @@ def size_pool(
     elif re.fullmatch(r"\d+", text):
         slots = min(rows, int(text))
         why = f"{text} slots were asked for, and there are {rows} rows"
-    elif match := re.fullmatch(r"(\d+(?:\.\d*)?)\s*([KMGT]i?B)", text):
-        slots = fit_rows(rows, row_bytes, int(float(match[1]) * _UNITS[match[2]]))
+    elif (nbytes := size_bytes(text)) is not None:
+        slots = fit_rows(rows, row_bytes, nbytes)
         why = f"{text} hold {slots} of {rows} rows"
     else:
         raise ConfigError(f"{name} {text!r} is not a size.", _FORMS)

@@ -1,4 +1,4 @@
-"""How many slots each precision gets: the size settings, applied to what this rank computes."""
+"""How many slots each precision gets on the CPU, and what serving needs besides experts."""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import psutil
-from vllm.platforms import current_platform
 
 from moet.formats.layout import Precision, RowLayout
+from moet.host_memory import HostMemory, host_memory
+from moet.plan.reserve import Reserve, host_reserve, kv_room, serving_reserve, staging_bytes
 from moet.residency.sizing import Sizing, size_pool
 from moet.settings import Settings
-
-# What "auto" leaves to vLLM and the operating system besides the KV cache.
-_RESERVE = 2 << 30
-# The KV cache that "auto" leaves room for where vLLM would take whatever remains.
-_KV_CACHE = 4 << 30
 
 
 def size_pools(
@@ -24,7 +20,7 @@ def size_pools(
     layouts: Mapping[Precision, RowLayout],
     vllm_config: Any,
 ) -> dict[Precision, Sizing]:
-    """Sizes the pool of every precision in `precision` (layer → of each expert).
+    """Sizes the pool of every precision in `precision` (layer → of each row).
 
     Pools set to "auto" share what is free in proportion to their rows' bytes.
     Raises ConfigError naming the setting.
@@ -35,19 +31,20 @@ def size_pools(
     fixed: dict[Precision, Sizing] = {}
     automatic = []
     for p, count in present.items():
-        name, setting = _setting(settings, p)
+        name, setting = pool_setting(settings, p)
         if setting == "auto":
             automatic.append(p)
         else:
             fixed[p] = size_pool(setting, name=name, rows=count, row_bytes=sizes[p])
-    available, reserve = _memory(vllm_config)
-    available -= sum(of.slots * sizes[p] for p, of in fixed.items())
-    wanted = sum(present[p] * sizes[p] for p in automatic)
+    if automatic:
+        available, reserve = _memory(vllm_config)
+        available -= sum(of.slots * sizes[p] for p, of in fixed.items())
+        wanted = sum(present[p] * sizes[p] for p in automatic)
     for p in automatic:
         share = present[p] * sizes[p] / wanted
         fixed[p] = size_pool(
             "auto",
-            name=_setting(settings, p)[0],
+            name=pool_setting(settings, p)[0],
             rows=present[p],
             row_bytes=sizes[p],
             reserve=int(reserve * share),
@@ -56,20 +53,66 @@ def size_pools(
     return {p: fixed[p] for p in present}
 
 
-def _setting(settings: Settings, precision: Precision) -> tuple[str, str]:
+def pool_setting(settings: Settings, precision: Precision) -> tuple[str, str]:
+    """Name and value of the setting for a precision's pool."""
     if precision is Precision.BASE:
         return "base_pool", settings.base_pool
     return "fp4_pool", settings.fp4_pool
 
 
-def _memory(vllm_config: Any) -> tuple[int, int]:
-    """Bytes of memory that this rank may use, and of them those to leave to vLLM and the system."""
-    memory = psutil.virtual_memory()
-    cache = vllm_config.cache_config
-    available = memory.available
-    if current_platform.is_cpu():
-        # vLLM's CPU worker bounds itself, pools included, by this share of the machine.
-        budget = int(memory.total * cache.gpu_memory_utilization)
-        available = min(available, budget - psutil.Process().memory_info().rss)
+def reserve_for(vllm_config: Any, *, gpu: bool) -> Reserve:
+    """What this rank needs besides weights and experts, as vLLM is configured.
+
+    Raises CheckpointError for a config without the keys that the KV cache follows from.
+    """
+    parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
+    dtype = str(vllm_config.cache_config.cache_dtype)
+    return serving_reserve(
+        vllm_config.model_config.hf_text_config.to_dict(),
+        context=vllm_config.model_config.max_model_len,
+        streams=vllm_config.scheduler_config.max_num_seqs,
+        chunk=vllm_config.scheduler_config.max_num_batched_tokens,
+        kv_dtype="fp8" if dtype.startswith("fp8") else "auto",
+        tp=parallel.tensor_parallel_size,
+        # As many draft layers as vLLM can run, of which most models have one.
+        drafts=0 if speculative is None else 1,
+        gpu=gpu,
+        cautious=gpu,  # there, what is short ends the start of the server
+    )
+
+
+def kv_bytes(vllm_config: Any, reserve: Reserve, budget: int) -> tuple[int, str]:
+    """Bytes to leave to the KV cache of this rank, and why. budget: bytes without it."""
+    given: int | None = vllm_config.cache_config.kv_cache_memory_bytes
+    if given:
+        return given, "as --kv-cache-memory-bytes says"
+    context = vllm_config.model_config.max_model_len
+    streams = vllm_config.scheduler_config.max_num_seqs
+    nbytes, requests = kv_room(reserve.kv_cache, context, streams, budget)
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    number = f"{requests} requests" if requests > 1 else "one request"
+    return -(-nbytes // stages), f"room for {number} of {context:,} tokens"
+
+
+def host_budget(vllm_config: Any, *, gpu: bool) -> tuple[HostMemory, int]:
+    """The host's memory now, and bytes of it that this rank may use besides what it uses now.
+
+    Every rank comes to the same share, whichever has its rows in memory already.
+    """
+    memory, used = host_memory(), psutil.Process().memory_info().rss
     ranks = vllm_config.parallel_config.local_world_size
-    return available // ranks, (cache.kv_cache_memory_bytes or _KV_CACHE) + _RESERVE
+    process = host_reserve(1, gpu) - host_reserve(0, gpu)
+    share = (memory.total - host_reserve(ranks, gpu)) // ranks - max(0, used - process)
+    return memory, max(0, min(share, memory.available - staging_bytes()))
+
+
+def _memory(vllm_config: Any) -> tuple[int, int]:
+    """Bytes of memory that are free, and of them those that this rank leaves to everything else."""
+    memory, budget = host_budget(vllm_config, gpu=False)
+    # vLLM's CPU worker bounds itself, pools included, by this share of the machine.
+    own = int(memory.total * vllm_config.cache_config.gpu_memory_utilization)
+    budget = min(budget, own - psutil.Process().memory_info().rss)
+    reserve = reserve_for(vllm_config, gpu=False)
+    budget -= sum(reserve.workspace.values())
+    budget -= kv_bytes(vllm_config, reserve, budget)[0]
+    return memory.available, memory.available - max(0, budget)

@@ -64,6 +64,19 @@ class Limits:
     streaming: int
 
 
+def needed_rows(owned: NDArray[np.bool_], options: TierOptions) -> int:
+    """The most rows of a layer that a step can use. owned: bool [layers, experts]."""
+    needed = int(owned.sum(axis=1).max(initial=0))
+    return needed if options.layer_rows is None else min(needed, options.layer_rows)
+
+
+def least_places(owned: NDArray[np.bool_], slots: int, options: TierOptions) -> int:
+    """The smallest arena that works beside `slots` GPU slots (`check_sizes` has the reason)."""
+    if slots >= owned.sum():
+        return 2
+    return max(2, needed_rows(owned, options) + 2 - slots)
+
+
 def check_sizes(
     precision: Precision,
     owned: NDArray[np.bool_],
@@ -83,10 +96,8 @@ def check_sizes(
 
     Raises ConfigError saying how large the arena must be.
     """
-    rows, needed = int(owned.sum()), int(owned.sum(axis=1).max(initial=0))
-    if options.layer_rows is not None:
-        needed = min(needed, options.layer_rows)
-    least = 2 if sizes.slots >= rows else max(2, needed + 2 - sizes.slots)
+    rows, needed = int(owned.sum()), needed_rows(owned, options)
+    least = least_places(owned, sizes.slots, options)
     if sizes.places < least:
         raise ConfigError(
             f"an arena of {sizes.places} {precision} rows is too small beside {sizes.slots} GPU "
