@@ -16,12 +16,14 @@ from starlette.datastructures import State
 from vllm.logger import init_logger
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 
+from moet.vllm.gate.http import attach_gate, guarded
 from moet.vllm.metrics import RanksCollector
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
 
-# vLLM's API key guards the paths below /v1, so this one is below it.
+# vLLM's API key guards the paths below /v1, so these are below it.
 STATS_PATH = "/v1/moet/stats"
+GATE_PATH = "/v1/moet/gate"
 _POLL_SECONDS = 2.0
 
 
@@ -43,6 +45,7 @@ class MoetEndpoints:
             ranks = await request.app.state.moet_engine.collective_rpc("moet_stats")
             return {"ranks": ranks}
 
+        attach_gate(router, GATE_PATH)
         app.include_router(router)
         if get_prometheus_registry() is not REGISTRY:
             # Several API servers: vLLM's /metrics sums up what each has written to files, and a
@@ -51,6 +54,7 @@ class MoetEndpoints:
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
         state.moet_engine = engine_client
+        state.moet_guarded = guarded(args)
         if get_prometheus_registry() is REGISTRY:
             REGISTRY.register(self._collector)
         # The task is kept: the event loop holds only weak references to tasks.
