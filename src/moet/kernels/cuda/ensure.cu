@@ -1,0 +1,150 @@
+// Where the rows are that a layer's step reads: the table's entries, read once into a snapshot.
+//
+// One block, in front of the layer's kernels. The table, the mailbox and the counts for the host lie
+// in host memory that the GPU reaches: so the host changes the table with plain stores, also while
+// the GPU waits for it, and nothing here needs the driver. A thread loads the entries of its experts
+// before it knows which are used: that way they arrive together with the routing. Rows that are on
+// disk only are posted, and the block waits until the host has answered.
+//
+// Compile-time: see tiers.cuh.
+#include "tiers.cuh"
+
+// The step may read the table from here on; the host that changes an entry and then looks at
+// `begun` sees either this number or a step that reads the change.
+__device__ void begin_step(State* state, Mailbox* mail, int layer, int decode) {
+  const u64 number = state->begun + 1;
+  state->begun = number;
+  state->open = layer == 0 ? 2 : 1;  // a draft's pass begins elsewhere and is no step of the model
+  state->decode = decode;
+  state->local = 1;
+  state->failed = 0;
+  store_release_system(&mail->begun, number);
+  __threadfence_system();
+}
+
+// Posts the bitmaps that have been written, and waits. By one thread.
+__device__ void ask(State* state, Mailbox* mail, const u64* answer, int layer) {
+  const u64 number = state->requests + 1;
+  state->requests = number;
+  mail->layer = layer;
+  __threadfence_system();
+  store_release_system(&mail->request, number);
+  while (load_acquire_system(answer) != number) __nanosleep(100);
+}
+
+__device__ void fail(State* state, Mailbox* mail) {
+  if (state->failed) return;
+  state->failed = 1;
+  mail->failed_step = state->begun;
+  store_release_system(&mail->failures, ++state->failures);
+}
+
+// begin: of a step. decode: whether it counts as one of decode's. table: u64 [planes, layers,
+// experts]; an entry is an address, + kHostEntry, or 0. code: precision code [layers, experts].
+// answer: number of the newest request answered. dummy: zeros, as many as the largest row has.
+// slot: of each expert's staged copy in `stage`, −1: none (see stage.cu); read only if `staged`.
+extern "C" __global__ void __launch_bounds__(kThreads)
+ensure(const int* ids, int count, int layer, int begin, int decode, const u64* table,
+       const u8* code, State* state, Mailbox* mail, const u64* answer, const u8* dummy,
+       u64* address, u8* precision, int staged, const int* slot, const u8* stage, int stage_bytes) {
+  __shared__ u8 used[kEach * kThreads];
+  const int lane = threadIdx.x % 32;
+  if (begin) {
+    if (threadIdx.x == 0) begin_step(state, mail, layer, decode);
+    __syncthreads();
+  }
+  u64 entry[kEach];
+  u8 kind[kEach];
+  int copy[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; i++) {
+    const int expert = i * kThreads + threadIdx.x;
+    used[expert] = 0;
+    entry[i] = 0, kind[i] = 0, copy[i] = -1;
+    if (expert >= EXPERTS) continue;
+    entry[i] = find(table, code, layer, expert, kind[i]);
+    if (staged) copy[i] = slot[expert];
+  }
+  __syncthreads();
+#pragma unroll 8
+  for (int i = threadIdx.x; i < count; i += kThreads) {
+    const u32 id = __ldg(ids + i);
+    if (id < EXPERTS) used[id] = 1;
+  }
+  __syncthreads();
+
+  bool mine[kEach], lost = false, remote = false;
+#pragma unroll
+  for (int i = 0; i < kEach; i++) {
+    mine[i] = used[i * kThreads + threadIdx.x];
+    lost |= mine[i] && !entry[i] && copy[i] < 0;
+    remote |= mine[i] && (!entry[i] || entry[i] & kHostEntry);
+  }
+  if (__syncthreads_or(remote) && threadIdx.x == 0) state->local = 0;
+
+#pragma unroll
+  for (int i = 0; i < kEach; i++) {
+    const int expert = i * kThreads + threadIdx.x;
+    if (mine[i] && decode) add(&state->use[plane_of(kind[i])][layer][expert], 1);
+    const int tier = !entry[i] ? 2 : entry[i] & kHostEntry;
+#pragma unroll
+    for (int p = 0; p < kPlanes; p++)
+#pragma unroll
+      for (int t = 0; t < 3; t++) {
+        const u32 found = __ballot_sync(kAll, mine[i] && plane_of(kind[i]) == p && tier == t);
+        if (lane == 0 && found) add(&state->rows[p][!decode][t], __popc(found));
+      }
+  }
+
+  if (__syncthreads_or(lost)) {
+    if (!state->failed) {  // a step that has failed waits for nothing more
+#pragma unroll
+      for (int i = 0; i < kEach; i++) {
+        const u32 missing = __ballot_sync(kAll, mine[i] && !entry[i] && copy[i] < 0);
+        const u32 present = __ballot_sync(kAll, mine[i] && entry[i]);
+        const int word = (i * kThreads + threadIdx.x) / 32;
+        if (lane == 0 && word < MASK_WORDS)
+          mail->missing[word] = missing, mail->present[word] = present;
+      }
+      __threadfence_system();
+      __syncthreads();
+      if (threadIdx.x == 0) ask(state, mail, answer, layer);
+      __syncthreads();
+#pragma unroll
+      for (int i = 0; i < kEach; i++)
+        if (mine[i] && !entry[i])
+          entry[i] = load_entry(table, plane_of(kind[i]), layer, i * kThreads + threadIdx.x);
+    }
+    lost = false;
+#pragma unroll
+    for (int i = 0; i < kEach; i++) lost |= mine[i] && !entry[i] && copy[i] < 0;
+    if (__syncthreads_or(lost) && threadIdx.x == 0) fail(state, mail);
+  }
+
+#pragma unroll
+  for (int i = 0; i < kEach; i++) {
+    const int expert = i * kThreads + threadIdx.x;
+    if (expert >= EXPERTS) continue;
+    const bool host = entry[i] & kHostEntry && copy[i] < 0;
+    u64 at = entry[i] ? entry[i] - host : u64(dummy);
+    if (copy[i] >= 0) at = u64(stage) + u64(copy[i]) * stage_bytes;
+    address[expert] = mine[i] ? at : 0;
+    precision[expert] = kind[i] | (mine[i] && host ? kRemote : 0);
+  }
+}
+
+// After the last reader of a step's rows: hands the counts over and says that the step is done.
+extern "C" __global__ void __launch_bounds__(kThreads) finish(State* state, Mailbox* mail) {
+  constexpr int kCounts = kPlanes * LAYERS * EXPERTS;
+  const int first = blockIdx.x * kThreads + threadIdx.x;
+  for (int i = first; i < kCounts; i += gridDim.x * kThreads)
+    (&mail->use[0][0][0])[i] = (&state->use[0][0][0])[i];
+  if (first < kPlanes * 6) (&mail->rows[0][0][0])[first] = (&state->rows[0][0][0])[first];
+  if (first || !state->open) return;
+  if (state->open == 2 && state->decode) {
+    mail->steps = ++state->steps;
+    mail->steps_local = state->steps_local += state->local;
+  }
+  state->open = 0;
+  store_release_system(&mail->done, state->begun);
+}

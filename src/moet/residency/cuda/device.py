@@ -1,0 +1,260 @@
+"""Tiers in the memory of an NVIDIA GPU and of its host."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moet.errors import ConfigError
+from moet.formats.layout import Precision
+from moet.kernels.cuda.shape import PRECISION_CODES
+from moet.residency.cuda.driver import Driver
+from moet.residency.cuda.kernels import TierKernels
+from moet.residency.cuda.mailbox import HOST_ENTRY, Mailbox
+from moet.residency.cuda.memory import ArenaPlaces, GpuPlaces
+from moet.residency.cuda.staging import Staging
+from moet.residency.tiers.device import (
+    U8,
+    Copy,
+    Counts,
+    Entry,
+    Place,
+    Request,
+    Tier,
+    TierDevice,
+)
+
+
+@dataclass(frozen=True)
+class LayerRows:
+    """Where a step finds a layer's rows. Nothing changes it until the layer's next `ensure`.
+
+    address: int64 [experts], 0 for experts that the step does not use. precision: uint8 [experts],
+    PRECISION_CODES, + REMOTE where the row lies in host memory.
+    """
+
+    address: Tensor
+    precision: Tensor
+
+
+class DeviceCopy(Copy):
+    """A copy on one of the streams."""
+
+    def __init__(self, driver: Driver, events: list[int], event: int) -> None:
+        self._driver, self._events = driver, events
+        self._event: int | None = event
+
+    def done(self) -> bool:
+        """See the base class. Raises CudaError for a copy that failed."""
+        if self._event is not None and self._driver.over(self._event):
+            self._events.append(self._event)
+            self._event = None
+        return self._event is None
+
+
+class CudaTierDevice(TierDevice):
+    """One rank's GPU. `ensure` and `finish` are called by the thread that launches the model's
+    kernels, on its stream, and may be captured in CUDA graphs; the rest as the base class says.
+
+    Args:
+        code: uint8 [layers, experts], the precision code that each expert is computed at.
+        precisions: bytes of a row, by precision.
+        top_k: experts of a token.
+        decode_tokens: passes of at most so many tokens count as decode steps.
+        stage_row_bytes, stage_rows: room for so many rows, twice, through which a long prompt's
+            layers are streamed; 0 rows: it reads them where they are.
+
+    Raises ConfigError where memory is short or rows have no multiple of 16 bytes.
+    """
+
+    def __init__(
+        self,
+        code: NDArray[np.uint8],
+        precisions: Mapping[Precision, int],
+        top_k: int,
+        device: torch.device,
+        *,
+        decode_tokens: int,
+        stage_row_bytes: int = 0,
+        stage_rows: int = 0,
+    ) -> None:
+        if any(size % 16 for size in precisions.values()):
+            raise ConfigError("rows on a GPU need sizes that are multiples of 16 bytes.")
+        known = {PRECISION_CODES[p] for p in precisions}
+        if unknown := set(np.unique(code).tolist()) - known:
+            raise ConfigError(f"experts are computed at precisions {unknown} without rows.")
+        self._decode_ids = decode_tokens * top_k
+        self._row_bytes = dict(precisions)
+        self._driver = driver = Driver(device)
+        planes = sorted(precisions, key=PRECISION_CODES.__getitem__)
+        self._plane = {p: i for i, p in enumerate(planes)}
+        size = Mailbox.bytes_needed(len(planes), *code.shape)
+        self._host = driver.host_memory(size)
+        memory = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(self._host))
+        self._mailbox = Mailbox(self._plane, code.copy(), PRECISION_CODES, memory)
+        kinds = {PRECISION_CODES[p]: precisions[p] for p in planes}
+        self._kernels = TierKernels(code, kinds, self._mailbox, device)
+        self._staging: Staging | None = None
+        if stage_rows:
+            if stage_row_bytes < max(precisions.values()):
+                raise ConfigError(
+                    f"rows do not fit into staging buffers of {stage_row_bytes} bytes."
+                )
+            self._staging = Staging(
+                self._kernels, driver, code.shape, stage_rows, stage_row_bytes, device
+            )
+        address = torch.zeros(code.shape, dtype=torch.int64, device=device)
+        precision = torch.zeros(code.shape, dtype=torch.uint8, device=device)
+        self._rows = [LayerRows(*pair) for pair in zip(address, precision, strict=True)]
+        self._in_step, self._from_first, self._last = False, False, 0
+        # One stream for each direction: PCIe moves both ways at once.
+        self._to_gpu, self._from_gpu = driver.stream(), driver.stream()
+        self._events: list[int] = []  # free ones
+        self._all_events: list[int] = []
+        self._gpu: dict[Precision, GpuPlaces] = {}
+        self._arena: dict[Precision, ArenaPlaces] = {}
+        for p, row_bytes in precisions.items():
+            self._gpu[p] = GpuPlaces(row_bytes, driver, self._to_gpu)
+            self._arena[p] = ArenaPlaces(row_bytes, driver)
+        self._closed = False
+
+    # For the thread that launches the model's kernels.
+
+    def ensure(self, layer: int, topk_ids: Tensor) -> LayerRows:
+        """In front of a layer's kernels: sees to it that they can read the rows of these experts.
+
+        Waits, on the device, for rows that are on disk only. The first call after `finish`, and any
+        of the first layer, begins a step.
+
+        Args:
+            layer: index in the table. topk_ids: int32 [tokens, top-k], contiguous; ids that are no
+                expert are skipped.
+
+        Rows that could not be read are all zeros in a step that has failed: see `failed_steps`.
+        """
+        assert topk_ids.dtype == torch.int32
+        assert topk_ids.is_contiguous()
+        rows = self._rows[layer]
+        begin = layer == 0 or not self._in_step
+        if begin:
+            self._in_step, self._from_first = True, layer == 0
+        self._last = layer
+        ids, staged = topk_ids.numel(), None
+        if self._staging is not None:
+            staged = self._staging.joined(layer)
+        self._kernels.ensure(
+            topk_ids, layer, begin, ids <= self._decode_ids, rows.address, rows.precision, staged
+        )
+        if self._staging is not None and self._from_first:
+            self._staging.start(layer, ids)
+        return rows
+
+    def finish(self) -> None:
+        """After the last kernel of a pass that reads rows: the step is done."""
+        if self._staging is not None and self._from_first:
+            self._staging.finish(self._last)
+        self._in_step = self._from_first = False
+        self._kernels.finish()
+
+    def failed_steps(self) -> int:
+        """How many steps have computed with rows that could not be read; what they computed must
+        not be used. `TieredResidency.failure` knows why. Any thread; never waits."""
+        return self._mailbox.failures()[0]
+
+    def failed_on_device(self) -> Tensor:
+        """The count of `failed_steps` as the stream's work so far leaves it: int64 [1], on the
+        device; to be read in stream order."""
+        return self._kernels.failures
+
+    def failed_step(self) -> int:
+        """The newest step that has failed; 0: none has."""
+        return self._mailbox.failures()[1]
+
+    def step(self) -> int:
+        """The newest step that has begun."""
+        return self._mailbox.begun()
+
+    def trim(self) -> None:
+        """Gives memory that smaller tiers do not need back to the system. Waits for the device:
+        only for the thread that launches the model's kernels, between steps."""
+        self._driver.synchronize()
+        for arena in self._arena.values():
+            arena.trim()
+
+    # For the owner.
+
+    def resize(self, precision: Precision, tier: Tier, places: int, row_bytes: int) -> None:
+        """See the base class. Chunks of GPU memory that are given up go back to PyTorch's
+        allocator, those of the arena are kept for later until `trim`."""
+        assert row_bytes == self._row_bytes[precision]
+        self._places(precision, tier).resize(places)
+
+    def view(self, place: Place) -> U8:
+        return self._arena[place.precision].view(place.slot)
+
+    def start_copy(self, source: Place, target: Place) -> DeviceCopy:
+        if not self._events:
+            self._events.append(self._driver.event())
+            self._all_events.append(self._events[-1])
+        event = self._events.pop()
+        stream = self._from_gpu if target.tier == Tier.ARENA else self._to_gpu
+        size = self._row_bytes[source.precision]
+        self._driver.copy(self._address(target), self._address(source), size, stream, event)
+        return DeviceCopy(self._driver, self._events, event)
+
+    def publish(self, entries: Sequence[Entry]) -> None:
+        places = [self._mailbox.entry(e.precision, e.layer, e.expert) for e in entries]
+        self._mailbox.publish(places, [self._value(e.place) for e in entries])
+
+    def begun(self) -> int:
+        return self._mailbox.begun()
+
+    def done(self) -> int:
+        return self._mailbox.done()
+
+    def poll(self) -> Request | None:
+        return self._mailbox.poll()
+
+    def answer(self, number: int, ok: bool) -> None:
+        """See the base class. The step finds out by itself: it looks at the entries again, and
+        fails if one is still 0."""
+        self._mailbox.reply(number)
+
+    def counts(self) -> Counts:
+        return self._mailbox.counts()
+
+    def wait(self, seconds: float, seen: int) -> None:
+        self._mailbox.wait(seconds, seen)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._driver.synchronize()
+        if self._staging is not None:
+            self._staging.close()
+        self._mailbox.detach()
+        self._driver.free_host_memory(self._host)
+        for precision in self._row_bytes:
+            self._gpu[precision].resize(0)
+            self._arena[precision].resize(0)
+            self._arena[precision].trim()
+        self._driver.destroy([self._to_gpu, self._from_gpu], self._all_events)
+
+    def _places(self, precision: Precision, tier: Tier) -> GpuPlaces | ArenaPlaces:
+        return self._gpu[precision] if tier == Tier.GPU else self._arena[precision]
+
+    def _address(self, place: Place) -> int:
+        return self._places(place.precision, place.tier).address(place.slot)
+
+    def _value(self, place: Place | None) -> int:
+        """An entry of the table."""
+        if place is None:
+            return 0
+        return self._address(place) + (HOST_ENTRY if place.tier == Tier.ARENA else 0)

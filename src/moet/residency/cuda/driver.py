@@ -1,0 +1,177 @@
+"""The few calls of the CUDA driver that tiers need, without giving up the interpreter at each.
+
+Bindings that release the interpreter in every call, however short, let another busy Python thread
+take it for a switch interval (5 ms) each time; a step that waits for rows would wait for that too.
+So short calls hold it (`PyDLL`), and only those that block give it up (`CDLL`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ctypes import c_char_p, c_int, c_size_t, c_uint, c_void_p
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moet.errors import ConfigError
+from moet.kernels.cuda.launch import CudaError
+
+_NOT_READY, _OUT_OF_MEMORY = 600, 2
+_NON_BLOCKING, _DISABLE_TIMING = 1, 2
+_PORTABLE_MAPPED = 1 | 2
+_RELAXED = 2
+_POINTER = ctypes.POINTER(c_void_p)
+
+_SHORT = {
+    "cuCtxGetCurrent": [_POINTER],
+    "cuCtxPushCurrent_v2": [c_void_p],
+    "cuCtxPopCurrent_v2": [_POINTER],
+    "cuThreadExchangeStreamCaptureMode": [ctypes.POINTER(c_int)],
+    "cuStreamCreate": [_POINTER, c_uint],
+    "cuEventCreate": [_POINTER, c_uint],
+    "cuEventRecord": [c_void_p, c_void_p],
+    "cuEventQuery": [c_void_p],
+    "cuStreamWaitEvent": [c_void_p, c_void_p, c_uint],
+    "cuMemcpyAsync": [c_void_p, c_void_p, c_size_t, c_void_p],
+    "cuMemHostGetDevicePointer_v2": [_POINTER, c_void_p, c_uint],
+    "cuGetErrorName": [c_int, ctypes.POINTER(c_char_p)],
+}
+_BLOCKING = {
+    "cuMemHostAlloc": [_POINTER, c_size_t, c_uint],
+    "cuMemFreeHost": [c_void_p],
+    "cuMemHostRegister_v2": [c_void_p, c_size_t, c_uint],
+    "cuMemHostUnregister": [c_void_p],
+    "cuCtxSynchronize": [],
+    "cuEventDestroy_v2": [c_void_p],
+    "cuStreamDestroy_v2": [c_void_p],
+}
+
+
+class Driver:
+    """The driver on one device, for any thread. Handles are ints.
+
+    Raises ConfigError where memory is short, CudaError for any other refusal.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._calls: dict[str, Any] = {}
+        libraries = ((ctypes.PyDLL, _SHORT), (ctypes.CDLL, _BLOCKING))
+        for kind, names in libraries:
+            library = kind("libcuda.so.1")
+            for name, types in names.items():
+                call = getattr(library, name)
+                call.argtypes, call.restype = types, c_int
+                self._calls[name] = call
+        with torch.cuda.device(device):
+            torch.cuda.current_stream(device).synchronize()  # PyTorch makes its context current
+            self._context = self._made("cuCtxGetCurrent")
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Calls inside belong to the device, and disturb no graph capture of another thread."""
+        mode = c_int(_RELAXED)
+        self._call("cuCtxPushCurrent_v2", self._context)
+        self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+        try:
+            yield
+        finally:
+            self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+            self._made("cuCtxPopCurrent_v2")
+
+    def stream(self) -> int:
+        """A new stream that does not wait for the default one."""
+        with self.current():
+            return self._made("cuStreamCreate", _NON_BLOCKING)
+
+    def launching(self) -> int:
+        """The stream that the calling thread launches PyTorch's kernels on."""
+        return torch.cuda.current_stream(self._device).cuda_stream
+
+    def event(self) -> int:
+        with self.current():
+            return self._made("cuEventCreate", _DISABLE_TIMING)
+
+    def copy(self, target: int, source: int, size: int, stream: int, event: int) -> None:
+        """Starts a copy of `size` bytes, of any kind, and records the event behind it."""
+        with self.current():
+            self._call("cuMemcpyAsync", target, source, size, stream)
+            self._call("cuEventRecord", event, stream)
+
+    def follow(self, stream: int, other: int, event: int) -> None:
+        """What comes on `stream` waits for what is on `other` now; may be captured."""
+        with self.current():
+            self._call("cuEventRecord", event, other)
+            self._call("cuStreamWaitEvent", stream, event, 0)
+
+    def over(self, event: int) -> bool:
+        """Whether what was recorded before the event has ended."""
+        status = self._calls["cuEventQuery"](event)
+        if status != _NOT_READY:
+            self._check(status, "cuEventQuery")
+        return bool(status == 0)
+
+    def gpu_memory(self, size: int, stream: int) -> Tensor:
+        """uint8 [size] from PyTorch's allocator, which counts it: to be written by `stream` only,
+        and kept until its readers have ended."""
+        side: Any = torch.cuda.ExternalStream(stream, self._device)  # type: ignore[no-untyped-call]
+        try:
+            # In the allocator's pool of that stream: other memory may still be read by kernels that
+            # run, which the stream would not wait for.
+            with self.current(), torch.cuda.device(self._device), torch.cuda.stream(side):
+                return torch.empty(size, dtype=torch.uint8, device=self._device)
+        except torch.OutOfMemoryError:
+            raise ConfigError(f"there are no {size / 2**20:.0f} MiB of GPU memory left.") from None
+
+    def host_memory(self, size: int) -> int:
+        """The address, for host and device, of pinned memory."""
+        with self.current():
+            return self._made("cuMemHostAlloc", size, _PORTABLE_MAPPED)
+
+    def free_host_memory(self, address: int) -> None:
+        """Waits for kernels that run."""
+        with self.current():
+            self._call("cuMemFreeHost", address)
+
+    def pin(self, address: int, size: int) -> int:
+        """Pins ordinary memory; its address for the device."""
+        with self.current():
+            self._call("cuMemHostRegister_v2", address, size, _PORTABLE_MAPPED)
+            return self._made("cuMemHostGetDevicePointer_v2", address, 0)
+
+    def unpin(self, address: int) -> None:
+        """Waits for kernels that run."""
+        with self.current():
+            self._call("cuMemHostUnregister", address)
+
+    def synchronize(self) -> None:
+        with self.current():
+            self._call("cuCtxSynchronize")
+
+    def destroy(self, streams: list[int], events: list[int]) -> None:
+        with self.current():
+            for event in events:
+                self._call("cuEventDestroy_v2", event)
+            for stream in streams:
+                self._call("cuStreamDestroy_v2", stream)
+
+    def _made(self, name: str, *arguments: Any) -> int:
+        """Calls what puts a handle or an address into its first argument."""
+        made = c_void_p()
+        self._call(name, ctypes.byref(made), *arguments)
+        return made.value or 0
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        self._check(self._calls[name](*arguments), name)
+
+    def _check(self, status: int, name: str) -> None:
+        if status == _OUT_OF_MEMORY:
+            raise ConfigError("there is not enough memory that could be pinned.")
+        if status:
+            text = c_char_p()
+            self._calls["cuGetErrorName"](status, ctypes.byref(text))
+            known = text.value.decode() if text.value else str(status)
+            raise CudaError(f"the CUDA driver answered {known} to {name}.")

@@ -1,0 +1,63 @@
+"""Rows of the next layer, copied to the GPU while a layer of a prompt is computed."""
+
+from __future__ import annotations
+
+import torch
+
+from moet.residency.cuda.driver import Driver
+from moet.residency.cuda.kernels import Staged, TierKernels
+
+_BLOCKS = 16  # as many multiprocessors saturate PCIe
+_ROUTINGS_AN_EXPERT = 4  # with so many, a layer uses nearly all its experts
+
+
+class Staging:
+    """Two buffers in turns. Copies run on a stream of their own from a layer's `ensure` to the next
+    one's: never while a step waits for rows, since a request may take the place of any row that the
+    waiting layer does not use.
+
+    Args:
+        rows: of a buffer. row_bytes: of the largest row.
+    """
+
+    def __init__(
+        self,
+        kernels: TierKernels,
+        driver: Driver,
+        shape: tuple[int, int],
+        rows: int,
+        row_bytes: int,
+        device: torch.device,
+    ) -> None:
+        self._kernels, self._driver = kernels, driver
+        self._least = shape[1] * _ROUTINGS_AN_EXPERT
+        self._buffers = [Staged.empty(shape[1], rows, row_bytes, device) for _ in range(2)]
+        self._stream = driver.stream()
+        self._fork, self._join = driver.event(), driver.event()
+        self._last = shape[0] - 1  # of the layers in a pass that began with the first
+        self._ahead: int | None = None  # the layer that is being copied
+
+    def joined(self, layer: int | None) -> Staged | None:
+        """The copies of this layer, if they have been started; whatever has been is over then, for
+        what is launched from now on."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return None
+        self._driver.follow(self._driver.launching(), self._stream, self._join)
+        return self._buffers[ahead % 2] if ahead == layer else None
+
+    def start(self, layer: int, ids: int) -> None:
+        """Starts copying for the layer after this one, if a pass of so many ids is worth it."""
+        if ids < self._least or layer >= self._last:
+            return
+        self._ahead = layer + 1
+        self._driver.follow(self._stream, self._driver.launching(), self._fork)
+        self._kernels.stage(layer + 1, self._buffers[self._ahead % 2], _BLOCKS, self._stream)
+
+    def finish(self, last: int) -> None:
+        """A pass that began with the first layer has ended with this one."""
+        self.joined(None)
+        self._last = last
+
+    def close(self) -> None:
+        self._driver.destroy([self._stream], [self._fork, self._join])
