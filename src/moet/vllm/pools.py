@@ -1,15 +1,18 @@
-"""How many slots each precision gets on the CPU, and what serving needs besides experts."""
+"""Pools of a CPU, made and filled: how many slots each precision gets, and why."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 from moet.formats.layout import Precision, RowLayout
 from moet.host_memory import HostMemory, host_memory
+from moet.pack import RowSource
 from moet.plan.reserve import Reserve, host_reserve, kv_room, serving_reserve, staging_bytes
+from moet.residency.manager import ResidencyManager
 from moet.residency.sizing import Sizing, size_pool
 from moet.settings import Settings
 
@@ -51,6 +54,44 @@ def size_pools(
             available=max(0, int(available * share)),
         )
     return {p: fixed[p] for p in present}
+
+
+def make_manager(
+    settings: Settings,
+    source: RowSource,
+    precision: Mapping[int, Sequence[Precision]],
+    vllm_config: Any,
+    *,
+    recovery: Mapping[int, Precision] | None = None,
+    heat_path: Path | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[ResidencyManager, list[str]]:
+    """Pools of the settings' sizes, filled, and the reasons for the sizes.
+
+    Args:
+        precision: of every expert, by layer. recovery: by layer, a precision that all its experts
+            have rows of besides. heat_path, progress: as of `ResidencyManager`.
+
+    Raises what `size_pools` and `ResidencyManager` raise.
+    """
+    recovery = recovery or {}
+    rows = {
+        layer: [*of, *(recovery[layer] for own in of if recovery.get(layer, own) != own)]
+        for layer, of in precision.items()
+    }
+    sizings = size_pools(settings, rows, source.layouts, vllm_config)
+    manager = ResidencyManager(
+        source,
+        precision,
+        {p: sizing.slots for p, sizing in sizings.items()},
+        recovery=recovery or None,
+        streaming=settings.pool_streaming,
+        policy=settings.pool_policy,
+        io_threads=settings.io_threads,
+        heat_path=heat_path,
+        progress=progress,
+    )
+    return manager, [sizing.reason for sizing in sizings.values()]
 
 
 def pool_setting(settings: Settings, precision: Precision) -> tuple[str, str]:

@@ -14,10 +14,9 @@ from moet.pack import Pack, PackRowSource
 from moet.pack.manifest import LayerEntry, Recipe
 from moet.pack.reader import open_layer
 from moet.pack.workspace import JOURNAL_NAME
-from moet.residency.manager import ResidencyManager
 from moet.settings import Settings
 from moet.vllm.model import checkpoint_path, open_pack
-from moet.vllm.pools import size_pools
+from moet.vllm.pools import make_manager
 from moet.vllm.runtime import Runtime
 
 
@@ -47,15 +46,7 @@ def quantized_runtime(
         )
     old.manager.close()
     precision = {layer: [Precision.BASE] * old.geometry.num_experts for layer in layers}
-    sizings = size_pools(settings, precision, source.layouts, vllm_config)
-    manager = ResidencyManager(
-        source,
-        precision,
-        {p: sizing.slots for p, sizing in sizings.items()},
-        streaming=settings.pool_streaming,
-        policy=settings.pool_policy,
-        io_threads=settings.io_threads,
-    )
+    manager, _ = make_manager(settings, source, precision, vllm_config)
     return dataclasses.replace(old, manager=manager, source=source, precision=precision)
 
 
