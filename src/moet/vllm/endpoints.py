@@ -18,12 +18,14 @@ from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from moet.vllm.gate.http import attach_gate, guarded
 from moet.vllm.metrics import RanksCollector
+from moet.vllm.resize import attach_resize
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
 
 # vLLM's API key guards the paths below /v1, so these are below it.
 STATS_PATH = "/v1/moet/stats"
 GATE_PATH = "/v1/moet/gate"
+RESIZE_PATH = "/v1/moet/resize"
 _POLL_SECONDS = 2.0
 
 
@@ -46,6 +48,7 @@ class MoetEndpoints:
             return {"ranks": ranks}
 
         attach_gate(router, GATE_PATH)
+        attach_resize(router, RESIZE_PATH)
         app.include_router(router)
         if get_prometheus_registry() is not REGISTRY:
             # Several API servers: vLLM's /metrics sums up what each has written to files, and a

@@ -49,7 +49,7 @@ class _Line:
 
 
 @dataclass(frozen=True)
-class _Rows:
+class Rows:
     """What is to be placed. owned: bool [layers, experts]; row_bytes, count: of each precision."""
 
     owned: Owned
@@ -110,7 +110,7 @@ def size_tiers(
     Raises ConfigError naming the setting for what cannot be, or is too small to work.
     """
     owned = {p: owned[p] for p in Precision if p in owned and owned[p].any()}
-    rows = _Rows(owned, {p: layouts[p].row_bytes for p in owned})
+    rows = Rows(owned, {p: layouts[p].row_bytes for p in owned})
     left, lines = _gpu_budget(vllm_config, gpu_free, gpu_total)
     slots, staging = _gpu(settings, rows, left, gpu_free)
     if staging:
@@ -120,7 +120,7 @@ def size_tiers(
         lines.append(_Line(f"  {p} rows", slots[p] * rows.row_bytes[p], why))
     memory, budget = host_budget(vllm_config, gpu=True)
     options = settings.tier_options(layer_rows)
-    places = _arena(settings, rows, slots, options, memory.available, budget)
+    places = arena_places(settings.arena, rows, slots, options, memory.available, budget)
     lines += [
         _Line("host memory", memory.total, f"of which {byte_size(memory.available)} are free:"),
         _Line("  others", memory.available - budget, "system, vLLM's processes, loading, ranks"),
@@ -156,7 +156,7 @@ def _gpu_budget(vllm_config: Any, free: int, total: int) -> tuple[int, list[_Lin
     ]
 
 
-def _gpu(settings: Settings, rows: _Rows, left: int, free: int) -> tuple[dict[Precision, int], int]:
+def _gpu(settings: Settings, rows: Rows, left: int, free: int) -> tuple[dict[Precision, int], int]:
     """Slots of each precision, and bytes of prefill's buffers. left: bytes for experts."""
     count, fixed = rows.count, {}
     for p in rows.owned:
@@ -184,9 +184,9 @@ def _gpu(settings: Settings, rows: _Rows, left: int, free: int) -> tuple[dict[Pr
     return {p: found[p] for p in count}, staging
 
 
-def _arena(
-    settings: Settings,
-    rows: _Rows,
+def arena_places(
+    setting: str,
+    rows: Rows,
     slots: Mapping[Precision, int],
     options: TierOptions,
     available: int,
@@ -194,15 +194,20 @@ def _arena(
 ) -> dict[Precision, int]:
     """Places of each precision in pinned host memory.
 
-    available: bytes that are free. budget: of these, bytes that "auto" may take.
+    Args:
+        setting: "auto", a share, bytes of all precisions together, or a number of each.
+        slots: in GPU memory. available: bytes that are free. budget: of these, what "auto" may
+            take.
+
+    Raises ConfigError for more than is available, or too little to work.
     """
     count = rows.count
     least = {p: least_places(mask, slots[p], options) for p, mask in rows.owned.items()}
     # Rows that are not in GPU memory, and room for those that pass through or change places.
     most = {p: max(least[p], count[p] - slots[p] + options.max_moves + 1) for p in count}
-    nbytes = budget if settings.arena == "auto" else size_bytes(settings.arena)
+    nbytes = budget if setting == "auto" else size_bytes(setting)
     if nbytes is None:
-        asked = {p: _some(settings.arena, count[p], most[p], rows.row_bytes[p]) for p in count}
+        asked = {p: _some(setting, count[p], most[p], rows.row_bytes[p]) for p in count}
     elif (spare := nbytes - rows.nbytes(least)) >= 0:
         more = rows.share({p: most[p] - least[p] for p in count}, spare)
         asked = {p: least[p] + more[p] for p in count}
@@ -210,7 +215,7 @@ def _arena(
         asked = rows.share(most, nbytes)  # too few
     if (taken := rows.nbytes(asked)) > available:
         raise ConfigError(
-            f"arena {settings.arena}: {byte_size(taken)} of host memory are more than the "
+            f"arena {setting}: {byte_size(taken)} of host memory are more than the "
             f"{byte_size(available)} that are free.",
             'Make it smaller, or set it to "auto".',
         )
@@ -218,7 +223,7 @@ def _arena(
         try:
             check_sizes(p, mask, TierSizes(slots[p], asked[p]), rows.row_bytes[p], options)
         except ConfigError as error:
-            raise ConfigError(f"arena {settings.arena}: {error.message}", error.hint) from None
+            raise ConfigError(f"arena {setting}: {error.message}", error.hint) from None
     return asked
 
 

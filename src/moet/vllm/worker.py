@@ -35,6 +35,15 @@ class MoetWorkerExtension:
         gate.set(checked.tau, checked.cap)
         return {"tau": gate.tau, "cap": gate.cap}
 
+    def moet_resize(self, values: dict[str, str]) -> dict[str, Any]:
+        """Changes what is given of this rank's sizes, between two steps (`resize.resize_rank`)."""
+        from moet.vllm.resize import resize_rank
+
+        runtime = self._moet_runtime()
+        tokens = self.vllm_config.scheduler_config.max_num_batched_tokens
+        geometry = runtime.geometry
+        return resize_rank(runtime, values, min(geometry.num_experts, tokens * geometry.top_k))
+
     def _moet_runtime(self) -> Any:
         from moet.vllm.method import find_runtime
 
