@@ -29,8 +29,13 @@ def install(worker: Any) -> None:
     settings = Settings.from_additional_config(worker.vllm_config.additional_config)
     runtime = find_runtime(worker.vllm_config)
     runner = worker.model_runner
-    if settings.recovers and not isinstance(runner, GateV1):
-        runner.__class__ = type(f"Gated{type(runner).__name__}", (GateV1, type(runner)), {})
-    if isinstance(runner, GateV1):
+    kind: type[Any] = GateV1
+    if worker.use_v2_model_runner:
+        from moet.vllm.gate.v2 import GateV2 as kind  # noqa: N813 - its module needs Triton
+    if settings.recovers and not isinstance(runner, kind):
+        runner.__class__ = type(f"Gated{type(runner).__name__}", (kind, type(runner)), {})
+        if worker.use_v2_model_runner:
+            runner.moet_attach()
+    if isinstance(runner, kind):
         runner.moet_gate = None if runtime is None else runtime.gate
         runner.moet_prompts_fp4 = settings.prefill_precision == "fp4"
