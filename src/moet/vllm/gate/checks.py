@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -41,6 +42,12 @@ def unsupported(vllm_config: Any, settings: Settings) -> Iterator[MoetError]:
             f"the gate, and prompts at FP4, need moet's worker, not {parallel.worker_cls}.",
             "Start without --worker-cls, and with VLLM_ENABLE_V1_MULTIPROCESSING=1; or without "
             "the settings gate and prefill_precision.",
+        )
+    if settings.recovers and not current_platform.is_cpu():
+        yield UnsupportedError(
+            "the gate, and prompts at FP4, are not supported on GPUs yet: their tiers hold every "
+            "expert at one precision.",
+            "Start without the settings gate and prefill_precision; --precision takes a map.",
         )
     if settings.gate is None:
         return
