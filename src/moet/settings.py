@@ -129,6 +129,11 @@ class Settings(BaseModel):
         default=None,
         description="Where to keep which experts were hot, so that the next start is warm.",
     )
+    routing_trace: Path | None = Field(
+        default=None,
+        description="CPU only. Record which experts each step uses in this file, for `moet "
+        "simulate`; it ends at 100 MB.",
+    )
     operator: str = Field(
         default="auto",
         description='Kernels for the routed experts: "auto" (the fast one of the platform), "cpu", '

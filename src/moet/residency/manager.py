@@ -21,6 +21,7 @@ from moet.residency.metrics import Counters, LatencyHistogram, Metrics, Phase
 from moet.residency.policy import POLICIES
 from moet.residency.pool import Mask, SlotPool
 from moet.residency.reader import RowReader
+from moet.residency.recorder import TraceRecorder
 
 
 class ResidencyManager(Closing):
@@ -41,6 +42,8 @@ class ResidencyManager(Closing):
         half_life: steps in which heat halves (also the LFU policy's memory).
         io_threads: rows read at once.
         heat_path: where heat outlives a restart; None: nowhere.
+        trace_path: where to record which experts each step uses; None: nowhere. Recovery's leases
+            are not recorded.
         progress: called with (rows loaded, rows to load) while the pools are filled.
 
     Fills the pools before it returns: with all rows where they fit, else by the heat file if there
@@ -61,6 +64,7 @@ class ResidencyManager(Closing):
         half_life: float = 1024,
         io_threads: int = 4,
         heat_path: Path | None = None,
+        trace_path: Path | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         if streaming < 1 or io_threads < 1:
@@ -94,6 +98,15 @@ class ResidencyManager(Closing):
         if heat_path is not None:
             self._keeper = HeatKeeper(
                 self._heat, heat_path, source.identity, self.layers, self._reader.background
+            )
+        self._recorder: TraceRecorder | None = None
+        if trace_path is not None:
+            self._recorder = TraceRecorder(
+                trace_path,
+                self.layers,
+                self.num_experts,
+                source.layouts[present[0]].row_bytes,
+                self._reader.background,
             )
         try:
             self._pools = [
@@ -148,6 +161,8 @@ class ResidencyManager(Closing):
         policy = self._recovery_policy if recovery else self._policy
         heat.touch(index, used, self._step)
         policy.touch(index, used, self._step)
+        if self._recorder is not None and not recovery:
+            self._recorder.use(index, used, experts[~decoded[experts]])
         lease = Lease(
             experts,
             index * self.num_experts + experts,
@@ -206,6 +221,8 @@ class ResidencyManager(Closing):
         self._reader.close()
         if self._keeper is not None:
             self._keeper.close(self._step)
+        if self._recorder is not None:
+            self._recorder.close()
         self._backend.wait(self._counters.waves)
         self._backend.close()
 
@@ -235,6 +252,8 @@ class ResidencyManager(Closing):
         self._counters.steps_without_miss += not self._step_missed
         if self._keeper is not None:
             self._keeper.end_step(self._step)
+        if self._recorder is not None:
+            self._recorder.end_step()
 
     def _key(self, row: int, precision: Precision) -> RowKey:
         index, expert = divmod(row, self.num_experts)

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from vllm.distributed import get_world_group
 
+from moet.errors import ConfigError
 from moet.formats.layout import Precision, RowLayout
 from moet.host_memory import HostMemory, host_memory
 from moet.pack import RowSource
@@ -74,11 +76,7 @@ def make_manager(
 
     Raises what `size_pools` and `ResidencyManager` raise.
     """
-    recovery = recovery or {}
-    rows = {
-        layer: [*of, *(recovery[layer] for own in of if recovery.get(layer, own) != own)]
-        for layer, of in precision.items()
-    }
+    rows = all_rows(precision, recovery or {})
     sizings = size_pools(settings, rows, source.layouts, vllm_config)
     manager = ResidencyManager(
         source,
@@ -89,9 +87,33 @@ def make_manager(
         policy=settings.pool_policy,
         io_threads=settings.io_threads,
         heat_path=heat_path,
+        trace_path=rank_file("routing_trace", settings.routing_trace),
         progress=progress,
     )
     return manager, [sizing.reason for sizing in sizings.values()]
+
+
+def all_rows(
+    precision: Mapping[int, Sequence[Precision]], recovery: Mapping[int, Precision]
+) -> dict[int, list[Precision]]:
+    """The precision of every row of each layer: of its experts, and again where recovery has
+    another one."""
+    return {
+        layer: [*of, *(recovery[layer] for own in of if recovery.get(layer, own) != own)]
+        for layer, of in precision.items()
+    }
+
+
+def rank_file(name: str, path: Path | None) -> Path | None:
+    """This rank's file for a setting: ranks of a pipeline have other layers, none may share one."""
+    if path is None:
+        return None
+    if not path.parent.is_dir():
+        raise ConfigError(
+            f"{name} {path}: there is no directory {path.parent}.", "Make it, or name another."
+        )
+    rank = get_world_group().rank
+    return path if rank == 0 else path.with_name(f"{path.name}.{rank}")
 
 
 def pool_setting(settings: Settings, precision: Precision) -> tuple[str, str]:

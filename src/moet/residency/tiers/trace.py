@@ -89,7 +89,7 @@ class RoutingTrace:
             yield Phase.SCAN if self.prefill[number] else Phase.DECODE, routing
 
     def save(self, path: Path) -> None:
-        """Writes a safetensors file. Raises OSError."""
+        """Writes a safetensors file, at once or not at all. Raises OSError."""
         metadata = {
             "moet_trace": _VERSION,
             "layers": ",".join(map(str, self.layers)),
@@ -97,7 +97,12 @@ class RoutingTrace:
             "row_bytes": str(self.row_bytes),
         }
         tensors = {name: getattr(self, name) for name in ("prefill", "step", "layer", "expert")}
-        save_file(tensors, path, metadata)
+        unfinished = path.with_name(f"{path.name}.part")
+        try:
+            save_file(tensors, unfinished, metadata)
+        except SafetensorError as error:
+            raise OSError(str(error)) from None
+        unfinished.replace(path)
 
     @classmethod
     def load(cls, path: Path) -> RoutingTrace:
