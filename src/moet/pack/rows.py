@@ -80,12 +80,6 @@ class PackRowSource(RowSource):
         """Closes the files; reading afterwards is an error."""
         self._open_files.close()
 
-    def __enter__(self) -> PackRowSource:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     def read(self, key: RowKey, out: NDArray[np.uint8]) -> int:
         layer = self._layer(key)
         if key.precision is not Precision.BASE and not layer.layout.fp4_in_pack:

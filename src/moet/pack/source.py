@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from moet.closing import Closing
 from moet.formats.layout import Precision, RowLayout
 
 
@@ -20,7 +21,7 @@ class RowKey(NamedTuple):
     precision: Precision
 
 
-class RowSource(ABC):
+class RowSource(Closing):
     """The lowest tier: every row can be read from here, at disk speed.
 
     Attributes:
@@ -46,3 +47,7 @@ class RowSource(ABC):
     @abstractmethod
     def factors(self, layer: int, precision: Precision) -> NDArray[np.float32]:
         """float32 [num_experts, 3]: factors of gate, up, down."""
+
+    def close(self) -> None:
+        """Nothing, unless the source holds files."""
+        return

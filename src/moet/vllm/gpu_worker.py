@@ -12,7 +12,8 @@ class MoetGPUWorker(ChecksSteps, Worker):  # type: ignore[misc]
     """`parallel_config.worker_cls` on a GPU."""
 
     def _mark(self) -> StepMark | None:
-        from moet.vllm.method import find_runtime  # imports numba: see config.py
+        from moet.vllm.gpu import GPURuntime  # these import numba: see config.py
+        from moet.vllm.method import find_runtime
 
         runtime = find_runtime(self.vllm_config)
-        return None if runtime is None else runtime.mark()
+        return runtime.mark() if isinstance(runtime, GPURuntime) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,6 +15,9 @@ from vllm.model_executor.models.utils import extract_layer_index
 from moet.checkpoints.base import Geometry
 from moet.errors import UnsupportedError
 from moet.kernels.base import ExpertsOperator, SwiGLU
+
+if TYPE_CHECKING:
+    from moet.kernels.cuda.experts import CudaExperts
 
 # vLLM's operator for it takes no others (`csrc/activation_kernels.cu`, `swigluoai_and_mul`).
 _GPT_OSS = SwiGLU(limit=7.0, alpha=1.702, beta=1.0)
@@ -72,7 +75,11 @@ def check_layer(layer: Any, prefix: str) -> None:
 
 
 def check_computation(
-    layer: Any, prefix: str, activation: SwiGLU, geometry: Geometry, operator: ExpertsOperator
+    layer: Any,
+    prefix: str,
+    activation: SwiGLU,
+    geometry: Geometry,
+    operator: ExpertsOperator | CudaExperts,
 ) -> None:
     """Raises UnsupportedError unless vLLM computes as config.json says, and the operator can."""
     stated = SwiGLU(geometry.swiglu_limit, geometry.swiglu_alpha, geometry.swiglu_beta)

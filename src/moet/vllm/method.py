@@ -23,8 +23,8 @@ from moet.vllm.layer import (
     register_biases,
 )
 from moet.vllm.op import register_op
-from moet.vllm.phase import Fp4Tokens, decode_tokens
-from moet.vllm.runtime import Runtime
+from moet.vllm.phase import Fp4Tokens
+from moet.vllm.rank import RankExperts
 
 # The part tensors of the checkpoint formats that vLLM reads, as it names them on the layer.
 _PARTS = (
@@ -50,7 +50,7 @@ class MoetMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
     def __init__(self, layer: Any, prefix: str) -> None:
         super().__init__(layer.moe_config)
         check_layer(layer, prefix)
-        self._runtime: Runtime | None = None
+        self._runtime: RankExperts | None = None
         self._biases: Biases | None = None
         self._failure: MoetError | None = None
         self._vllm_config = get_current_vllm_config()
@@ -61,12 +61,12 @@ class MoetMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         register_op()
 
     @property
-    def runtime(self) -> Runtime | None:
+    def runtime(self) -> RankExperts | None:
         """The rank's; None before the weights are processed. A new one is given the biases."""
         return self._runtime
 
     @runtime.setter
-    def runtime(self, runtime: Runtime | None) -> None:
+    def runtime(self, runtime: RankExperts | None) -> None:
         self._runtime = runtime
         if runtime is not None and self._biases is not None:
             runtime.biases[self.layer] = self._biases
@@ -140,12 +140,11 @@ class MoetMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         Returns this rank's partial sum, [T, hidden] in x's dtype.
         """
         assert self.runtime is not None, "no weights were processed"
-        decode = decode_tokens(attn_metadata, x.shape[0], self.runtime.decode_length)
         if self._weight_on_input:  # of one expert a token
             x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
         try:
             return self.runtime.experts(
-                self.layer, x, topk_ids, topk_weights, decode, self._activation, fp4
+                self.layer, x, topk_ids, topk_weights, attn_metadata, self._activation, fp4
             )
         except MoetError as error:
             if not ends_failed_steps(self._vllm_config):
@@ -169,7 +168,7 @@ def moet_methods(vllm_config: Any) -> list[MoetMoEMethod]:
     return [method for method in methods if isinstance(method, MoetMoEMethod)]
 
 
-def find_runtime(vllm_config: Any) -> Runtime | None:
+def find_runtime(vllm_config: Any) -> RankExperts | None:
     """The process's runtime, once the first layer has made it."""
     runtimes = (method.runtime for method in moet_methods(vllm_config))
     return next((runtime for runtime in runtimes if runtime is not None), None)

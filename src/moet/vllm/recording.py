@@ -7,30 +7,30 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from moet.calibrate import CalibrationLayout, Metadata, SampleSink
+from moet.errors import UnsupportedError
 from moet.kernels import SwiGLU
 from moet.vllm.method import MoetMoEMethod, find_runtime, moet_methods
 from moet.vllm.phase import Fp4Tokens
 from moet.vllm.quantized import quantized_runtime
+from moet.vllm.rank import RankExperts
 from moet.vllm.runtime import Runtime
 
 Note = Callable[[int, Tensor, Tensor, Tensor], None]
 """layer, x [T, hidden], ids [T, k], weights [T, k]."""
 
 
-class RecordingRuntime(Runtime):
+class RecordingRuntime(RankExperts):
     """Another runtime, seen through: layers' inputs are noted down on the way.
 
     With `only`, just that layer's; layers before it are as in the inner runtime, and from it on no
     experts are computed. What must be closed stays the inner runtime's.
     """
 
-    def __init__(self, inner: Runtime, note: Note, only: int | None = None) -> None:
+    def __init__(self, inner: RankExperts, note: Note, only: int | None = None) -> None:
         self.__dict__.update(inner.__dict__)
         self.inner = inner
         self._note, self._only = note, only
@@ -41,7 +41,7 @@ class RecordingRuntime(Runtime):
         x: Tensor,
         topk_ids: Tensor,
         topk_weights: Tensor,
-        decode: NDArray[np.bool_],
+        attn_metadata: Any,
         activation: SwiGLU,
         fp4: Fp4Tokens | None = None,
     ) -> Tensor:
@@ -49,7 +49,14 @@ class RecordingRuntime(Runtime):
             self._note(layer, x, topk_ids, topk_weights)
         if self._only is not None and layer >= self._only:
             return torch.zeros_like(x)
-        return self.inner.experts(layer, x, topk_ids, topk_weights, decode, activation, fp4)
+        return self.inner.experts(layer, x, topk_ids, topk_weights, attn_metadata, activation, fp4)
+
+    def stats(self) -> dict[str, Any]:
+        return self.inner.stats()
+
+    def close(self) -> None:
+        """Nothing: see above."""
+        return
 
 
 class Recorder:
@@ -98,6 +105,11 @@ class Recorder:
         moe = methods[0].moe
         inner = old
         if before:
+            if not isinstance(old, Runtime):
+                raise UnsupportedError(
+                    "level 3 calibrates on the model's own quantized layers on the CPU only.",
+                    "Use level 2, or vLLM's CPU build for `moet pack --level 3`.",
+                )
             inner = quantized_runtime(
                 worker.vllm_config, Path(partial), before, old, moe.tp_rank, moe.tp_size
             )

@@ -20,14 +20,14 @@ from torch import Tensor
 from vllm.logger import init_logger
 
 from moet.checkpoints.base import Geometry
-from moet.errors import PackError
 from moet.formats.layout import Precision
 from moet.kernels import ExpertRows, ExpertsOperator, SwiGLU
-from moet.pack import PackRowSource
+from moet.pack import RowSource
 from moet.residency.manager import ResidencyManager
 from moet.vllm.gate.gate import Gate
 from moet.vllm.layer import Biases
-from moet.vllm.phase import Fp4Tokens
+from moet.vllm.phase import Fp4Tokens, decode_tokens
+from moet.vllm.rank import RankExperts, factors_of
 from moet.vllm.stats import describe, rank_stats
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
@@ -36,7 +36,7 @@ _LOG_EVERY = 60.0  # seconds between two lines of statistics, while there is wor
 
 
 @dataclass
-class Runtime:
+class Runtime(RankExperts):
     """What every layer of a rank shares.
 
     geometry: of the model. manager: of the rank's rows. source: they come from there.
@@ -47,7 +47,7 @@ class Runtime:
 
     geometry: Geometry
     manager: ResidencyManager
-    source: PackRowSource
+    source: RowSource
     precision: Mapping[int, Sequence[Precision]]
     operator: ExpertsOperator
     decode_length: int
@@ -57,7 +57,7 @@ class Runtime:
 
     def __post_init__(self) -> None:
         self._factors = {
-            layer: _factors(self.source, layer, of) for layer, of in self.precision.items()
+            layer: factors_of(self.source, layer, of) for layer, of in self.precision.items()
         }
         self._recovery_factors = {
             layer: self.source.factors(layer, of) for layer, of in self.recovery.items()
@@ -65,37 +65,18 @@ class Runtime:
         self._logged = time.monotonic()
         weakref.finalize(self, _close, self.manager, self.source)
 
-    def check_layer(self, layer: int, experts: int, hidden: int, intermediate: int) -> None:
-        """Raises PackError unless the pack's rows are those of a layer that vLLM has made."""
-        g = self.geometry
-        if layer not in self.precision:
-            raise PackError(
-                f"the pack has no experts of layer {layer}, which the model has.",
-                "Make it again with `moet pack`.",
-            )
-        if (experts, hidden, intermediate) != (g.num_experts, g.hidden, g.intermediate):
-            raise PackError(
-                f"layer {layer} has {experts} experts of {hidden} × {intermediate}, the pack "
-                f"{g.num_experts} of {g.hidden} × {g.intermediate}.",
-                "Make it again with `moet pack`.",
-            )
-
     def experts(
         self,
         layer: int,
         x: Tensor,
         topk_ids: Tensor,
         topk_weights: Tensor,
-        decode: NDArray[np.bool_],
+        attn_metadata: Any,
         activation: SwiGLU,
         fp4: Fp4Tokens | None = None,
     ) -> Tensor:
-        """The rank's part of a layer's routed experts: [T, hidden] in x's dtype.
-
-        x: [T, hidden] float32 or bfloat16. topk_ids: int32 [T, k], −1 = none. topk_weights:
-        float32 [T, k]. decode: [T], the tokens of requests that decode. fp4: those whose experts
-        all run at recovery's precision.
-        """
+        """See the base class. x: float32 or bfloat16."""
+        decode = decode_tokens(attn_metadata, x.shape[0], self.decode_length)
         x, ids = x.contiguous(), topk_ids.to(torch.int32).contiguous()
         weights = topk_weights.to(torch.float32).contiguous()
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -141,6 +122,9 @@ class Runtime:
         further = () if self.gate is None else self.gate.figures()
         return rank_stats(self.manager.metrics(), further)
 
+    def close(self) -> None:
+        _close(self.manager, self.source)
+
     def _log(self) -> None:
         now = time.monotonic()
         if now - self._logged >= _LOG_EVERY:
@@ -166,19 +150,11 @@ class _Call:
         return replace(self, ids=self.ids.masked_fill(others[:, None], -1))
 
 
-def _factors(
-    source: PackRowSource, layer: int, precision: Sequence[Precision]
-) -> NDArray[np.float32]:
-    """float32 [experts, 3]: the factors of each expert at its precision."""
-    tables = {p: source.factors(layer, p) for p in set(precision)}
-    return np.stack([tables[p][expert] for expert, p in enumerate(precision)])
-
-
 def _unique(ids: NDArray[np.int32]) -> NDArray[np.int64]:
     found = np.unique(ids).astype(np.int64)
     return found[found >= 0]
 
 
-def _close(manager: ResidencyManager, source: PackRowSource) -> None:
+def _close(manager: ResidencyManager, source: RowSource) -> None:
     manager.close()
     source.close()

@@ -1,0 +1,270 @@
+"""Serves a synthetic model at DeepSeek-V4-Flash's MoE geometry from three tiers, in vLLM on a GPU.
+
+    PYTHONPATH=src:. python -m benchmarks.residency_gpu --out bench/results/residency-<gpu>.json
+
+One engine; its tiers are resized between the cases:
+  all-hbm          every row in GPU memory
+  hbm50, hbm19     50 and 19 % of them there, the rest in pinned memory
+  hbm19-arena25    19 % there, 25 % in pinned memory, the rest on disk (read past the page cache)
+
+The router prefers 19 % of the experts of each layer in 96 % of its choices. A row is one case and
+number of streams: tok_s of decoding alone (two runs of different length, subtracted), gbps of
+expert rows read, by tier too, and predicted_tok_s: the step of all-hbm for that many streams, plus
+the bytes that come over PCIe ÷ its measured bandwidth, plus those from disk ÷ the disk's. Rows with
+op "prefill" are prompts of 8,192 tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import os
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm import LLM, SamplingParams, TokensPrompt
+
+from benchmarks.synthetic import HOT_EXPERTS, HOT_SHARE, write_model
+from moet.bench.results import Row, write_result
+from moet.checkpoints import family_of
+from moet.formats.layout import Precision
+from moet.pack.dummy import DummyRowSource
+
+PROMPT, SHORT, LONG = 16, 8, {1: 136, 8: 104, 32: 72}  # tokens
+PREFILL = 8192
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """Shares of all rows in GPU memory and in pinned memory; 1: all that is not on the GPU."""
+
+    name: str
+    gpu: float
+    arena: float
+
+
+CASES = [
+    Case("all-hbm", 1.0, 0.0),
+    Case("hbm50", 0.5, 1.0),
+    Case("hbm19", 0.19, 1.0),
+    Case("hbm19-arena25", 0.19, 0.25),
+]
+
+
+class Bench:
+    """The engine, what the machine's links reach, and the rows of each case."""
+
+    def __init__(self, model: Path, rows_file: Path, options: dict[str, Any]) -> None:
+        self._file = rows_file
+        began = time.perf_counter()
+        self.llm = LLM(
+            model=str(model),
+            load_format="dummy",
+            quantization="moet",
+            skip_tokenizer_init=True,
+            enable_prefix_caching=False,
+            worker_extension_cls="benchmarks.synthetic.SyntheticExtension",
+            seed=SEED,
+            **options,
+        )
+        self.boot_seconds = time.perf_counter() - began
+        self.llm.collective_rpc("moet_prepare", args=(HOT_EXPERTS, HOT_SHARE))
+        self.vocabulary = self.llm.llm_engine.model_config.get_vocab_size()
+        self.total = sum(t["places"] for t in self.stats()["tiers"] if t["tier"] == "gpu")
+        self._step: dict[int, float] = {}  # seconds of a step with everything on the GPU
+        self.copy_gbps = self.disk_gbps = 0.0
+
+    def stats(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.llm.collective_rpc("moet_stats")[0]
+        return found
+
+    def enter(self, case: Case) -> None:
+        """Resizes the tiers and lets decoding find its hot rows."""
+        if case.gpu < 1:
+            slots = round(self.total * case.gpu)
+            places = round(self.total * case.arena) if case.arena < 1 else self.total - slots + 64
+            values = {"base_pool": str(slots), "arena": str(places)}
+            began = time.perf_counter()
+            (answer,) = self.llm.collective_rpc("moet_resize", args=(values,))
+            if "error" in answer:
+                raise RuntimeError(answer["error"])
+            print(f"{case.name}: resized in {time.perf_counter() - began:.1f} s: {answer}")
+        if case.arena not in (0.0, 1.0):
+            self.llm.collective_rpc("moet_read_past_the_cache", args=(str(self._file),))
+            self.disk_gbps = disk_gbps(self._file)
+        for _ in range(2):
+            self._generate(8, 200)
+
+    def decode(self, case: Case, streams: int) -> Row:
+        self._generate(streams, SHORT)
+        before = self.stats()
+        short = self._generate(streams, SHORT)
+        middle = self.stats()
+        long = self._generate(streams, LONG[streams])
+        after = self.stats()
+        steps = LONG[streams] - SHORT
+        seconds = (long - short) / steps
+        taken = {
+            tier: 2 * _bytes(middle, tier) - _bytes(before, tier) - _bytes(after, tier)
+            for tier in ("gpu", "arena", "disk")
+        }
+        moved = {tier: -nbytes / steps for tier, nbytes in taken.items()}
+        if case.name == "all-hbm":
+            self._step[streams] = seconds
+        predicted = self._step[streams]
+        for tier, gbps in (("arena", self.copy_gbps), ("disk", self.disk_gbps)):
+            if moved[tier]:
+                predicted += moved[tier] / gbps / 1e9
+        rows = {tier: _rows(after, tier) - _rows(middle, tier) for tier in ("gpu", "arena", "disk")}
+        remote = (rows["arena"] + rows["disk"]) / (after["steps"] - middle["steps"])
+        return {
+            "op": "decode", "case": case.name, "streams": streams,
+            "tok_s": round(streams / seconds, 1), "ms": round(seconds * 1e3, 3),
+            "gbps": round(sum(moved.values()) / seconds / 1e9, 1),
+            "predicted_tok_s": round(streams / predicted, 1),
+            "hit_rate": round(rows["gpu"] / sum(rows.values()), 4),
+            "remote_rows_per_step": round(remote, 2),
+            "gpu_mb": round(moved["gpu"] / 1e6, 1), "arena_mb": round(moved["arena"] / 1e6, 1),
+            "disk_mb": round(moved["disk"] / 1e6, 1),
+        }  # fmt: skip
+
+    def prefill(self, case: Case) -> Row:
+        times = []
+        for seed in range(3):
+            prompt = self._prompts(1, PREFILL, seed)
+            began = time.perf_counter()
+            self.llm.generate(prompt, SamplingParams(max_tokens=1), use_tqdm=False)
+            times.append(time.perf_counter() - began)
+        seconds = sorted(times)[1]
+        return {
+            "op": "prefill", "case": case.name, "streams": 1,
+            "tok_s": round(PREFILL / seconds, 1), "ms": round(seconds * 1e3, 1),
+        }  # fmt: skip
+
+    def host_peak(self) -> int:
+        peak: int = self.llm.collective_rpc("moet_host_peak")[0]
+        return peak
+
+    def _generate(self, streams: int, tokens: int) -> float:
+        """Seconds."""
+        sampling = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, seed=SEED,
+                                  detokenize=False)  # fmt: skip
+        prompts = self._prompts(streams, PROMPT, tokens)
+        began = time.perf_counter()
+        self.llm.generate(prompts, sampling, use_tqdm=False)
+        return time.perf_counter() - began
+
+    def _prompts(self, streams: int, tokens: int, seed: int) -> list[TokensPrompt]:
+        import numpy as np
+
+        ids = np.random.default_rng(seed).integers(3, self.vocabulary, (streams, tokens))
+        return [TokensPrompt(prompt_token_ids=row.tolist()) for row in ids]
+
+
+def _rows(stats: dict[str, Any], tier: str) -> int:
+    """That decoding used and found there."""
+    return sum(r["rows"] for r in stats["rows"] if r["tier"] == tier and r["phase"] == "decode")
+
+
+def _bytes(stats: dict[str, Any], tier: str) -> int:
+    return sum(r["bytes"] for r in stats["rows"] if r["tier"] == tier and r["phase"] == "decode")
+
+
+def disk_gbps(path: Path, threads: int = 8, nbytes: int = 4 << 30, block: int = 8 << 20) -> float:
+    """Of reads past the page cache, `block` bytes each, spread over the file."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    size = os.fstat(fd).st_size // block
+    count = nbytes // block
+
+    def read(first: int) -> None:
+        buffer = memoryview(mmap.mmap(-1, block))
+        for number in range(first, count, threads):
+            os.preadv(fd, [buffer], number * 7919 % size * block)
+
+    began = time.perf_counter()
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(read, range(threads)))
+    seconds = time.perf_counter() - began
+    os.close(fd)
+    return count * block / seconds / 1e9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--commit", default=None, help="of the tree, where git is not at hand")
+    parser.add_argument("--cases", nargs="*", default=[c.name for c in CASES])
+    parser.add_argument("--streams", nargs="*", type=int, default=list(LONG))
+    parser.add_argument("--layers", type=int, default=None, help="fewer than the model's, to try")
+    parser.add_argument("--rows-gib", type=float, default=8, help="of the file that rows are from")
+    parser.add_argument("--gpu", type=float, default=0.97, help="vLLM's share of GPU memory")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        run(arguments, Path(directory))
+
+
+def run(arguments: argparse.Namespace, directory: Path) -> None:
+    import json
+
+    changes = {} if arguments.layers is None else {"num_hidden_layers": arguments.layers}
+    model = write_model(directory / "model", **changes)
+    config = json.loads((model / "config.json").read_text())
+    source = DummyRowSource(family_of(config).geometry(config))
+    row_bytes = source.layouts[Precision.BASE].row_bytes
+    rows_file = directory / "rows.bin"
+    source.write_rows(rows_file, Precision.BASE, int(arguments.rows_gib * 2**30) // row_bytes)
+    from benchmarks.gpu_timing import host_to_device_gbps
+
+    copy_gbps = host_to_device_gbps()
+    bench = Bench(
+        model,
+        rows_file,
+        {
+            "dtype": "bfloat16",
+            "max_model_len": PREFILL + 1024,
+            "max_num_batched_tokens": PREFILL,
+            "max_num_seqs": 32,
+            "gpu_memory_utilization": arguments.gpu,
+            "kv_cache_memory_bytes": 2 << 30,
+            "additional_config": {
+                "moet": {
+                    "base_pool": "100%",
+                    "arena": "64",
+                    "pack": str(rows_file),
+                    "io_threads": 8,
+                    "prefill_staging": True,
+                }
+            },
+        },
+    )
+    bench.copy_gbps = copy_gbps
+    rows: list[Row] = []
+    for case in CASES:
+        if case.name not in arguments.cases:
+            continue
+        bench.enter(case)
+        for streams in arguments.streams:
+            rows.append(bench.decode(case, streams))
+            print(rows[-1], flush=True)
+        rows.append(bench.prefill(case))
+        print(rows[-1], flush=True)
+        extra = {
+            "host_to_device_gbps": round(copy_gbps, 1),
+            "disk_gbps": round(bench.disk_gbps, 2),
+            "boot_s": round(bench.boot_seconds, 1),
+            "rows": bench.total,
+            "row_bytes": row_bytes,
+            "host_peak_gib": round(bench.host_peak() / 2**30, 1),
+        }
+        if arguments.commit:
+            extra["commit"] = arguments.commit
+        write_result(arguments.out, rows, extra)  # (a run may be cut short)
+
+
+if __name__ == "__main__":
+    main()

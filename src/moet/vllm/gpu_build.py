@@ -1,0 +1,127 @@
+"""Making a rank's runtime on a GPU: tiers sized and filled, kernels compiled."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.logger import init_logger
+
+from moet.errors import ConfigError, UnsupportedError
+from moet.kernels.cuda.experts import CudaExperts
+from moet.kernels.cuda.shape import PRECISION_CODES, ExpertsShape
+from moet.residency.cuda import CudaTierDevice
+from moet.residency.tiers import TieredResidency
+from moet.settings import Settings
+from moet.vllm.build import counted
+from moet.vllm.construction import ends_failed_steps
+from moet.vllm.gpu import GPURuntime
+from moet.vllm.opened import OpenedRows
+from moet.vllm.progress import Progress
+from moet.vllm.tiers import owned_rows, size_tiers
+
+_SWITCH_SECONDS = 50e-6
+
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
+
+
+def build_gpu_runtime(
+    vllm_config: Any,
+    settings: Settings,
+    opened: OpenedRows,
+    heat_path: Path | None,
+    verbose: bool,
+) -> GPURuntime:
+    """Fills the tiers; the dense weights are in GPU memory already.
+
+    Args:
+        verbose: whether this rank says in the log what it does.
+
+    Raises ConfigError for sizes that cannot work, UnsupportedError for a vLLM configuration that
+    could serve wrong results.
+    """
+    if not ends_failed_steps(vllm_config):
+        raise UnsupportedError(
+            "another worker or scheduler class than moet's, or pipeline parallelism: a step whose "
+            "rows could not be read would be served as if nothing was wrong.",
+            "Start without --worker-cls, --scheduler-cls and --pipeline-parallel-size.",
+        )
+    check_dtype(vllm_config.model_config.dtype)
+    geometry, source, precision = opened.geometry, opened.source, opened.precision
+    layers = sorted(precision)
+    device = torch.device("cuda", torch.cuda.current_device())
+    layouts = {p: source.layouts[p] for of in precision.values() for p in of}
+    operator = CudaExperts(
+        ExpertsShape.of(layouts, geometry.num_experts, geometry.top_k),
+        device,
+        torch.bfloat16,
+        fp8_activations=settings.fp8_activations,
+        prefill_tokens=min(4096, vllm_config.scheduler_config.max_num_batched_tokens),
+    )
+    owned = owned_rows(precision)
+    free, total = torch.cuda.mem_get_info(device)
+    tokens = vllm_config.scheduler_config.max_num_batched_tokens
+    layer_rows = min(geometry.num_experts, tokens * geometry.top_k)
+    plan = size_tiers(
+        settings,
+        owned,
+        layouts,
+        vllm_config,
+        gpu_free=free,
+        gpu_total=total,
+        layer_rows=layer_rows,
+    )
+    code = np.array([[PRECISION_CODES[p] for p in precision[layer]] for layer in layers], np.uint8)
+    speculative = vllm_config.speculative_config
+    longest = 1 + (speculative.num_speculative_tokens if speculative is not None else 0)
+    largest = max(layout.row_bytes for layout in layouts.values())
+    tier_device = CudaTierDevice(
+        code,
+        {p: layout.row_bytes for p, layout in layouts.items()},
+        geometry.top_k,
+        device,
+        decode_tokens=vllm_config.scheduler_config.max_num_seqs * longest,
+        stage_row_bytes=largest,
+        stage_rows=plan.staging // (2 * largest),
+    )
+    tiers = TieredResidency(
+        source,
+        layers,
+        owned,
+        plan.sizes,
+        tier_device,
+        settings.tier_options(layer_rows=layer_rows),
+        heat_path=heat_path,
+    )
+    if verbose:
+        lines = [
+            f"rows       {opened.about}",
+            f"precision  {settings.precision}: {counted(precision)}",
+            *plan.lines,
+        ]
+        logger.info("moet serves the routed experts:\n  %s", "\n  ".join(lines))
+    # A step that waits for a row waits for the interpreter too: threads keep it for 5 ms otherwise.
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    tiers.start()
+    progress = Progress()
+    tiers.preload(progress if verbose else None)
+    if verbose:
+        logger.info("moet: %d rows are in memory after %.1f s.", progress.rows, progress.seconds)
+    target = [layer for layer in layers if layer not in geometry.mtp_layers]
+    draft = [layer for layer in layers if layer in geometry.mtp_layers]
+    # Each draft layer is a pass of its own.
+    return GPURuntime(
+        geometry, tiers, tier_device, source, precision, operator, frozenset([target[-1], *draft])
+    )
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """Raises ConfigError for activations that the kernels do not take."""
+    if dtype is not torch.bfloat16:
+        raise ConfigError(
+            f"on a GPU the experts compute in bfloat16, not in {dtype}.",
+            "Start with --dtype bfloat16.",
+        )

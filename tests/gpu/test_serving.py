@@ -1,0 +1,128 @@
+"""Real vLLM on a GPU, with CUDA graphs: the same bits wherever rows are, and faults that end alone.
+
+One engine a model: its tiers are resized between the tests.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+from moet.checkpoints import Checkpoint
+from moet.eval.reference import load_reference
+from moet.eval.sources import two_bit_experts
+from moet.formats.layout import Precision
+from moet.pack import Pack
+from moet.quantize import QUANTIZERS
+from tests.vllm.serving import (
+    ROOT,
+    engine,
+    generate,
+    make_pack,
+    prompt_logprobs,
+    prompts,
+    reference_logprobs,
+)
+
+pytestmark = pytest.mark.gpu
+
+MODELS = sorted(path.parent for path in (ROOT / "models").glob("*/config.json"))
+IDS = prompts(8192, (3, 17, 40, 64, 1, 90, 5, 33, 12, 28, 7, 51, 2, 80, 19, 44))
+TOKENS = 24
+
+
+class Served:
+    def __init__(self, model: Path, pack: Path, llm) -> None:
+        self.model, self.pack, self.llm = model, Pack.open(pack), llm
+        (stats,) = llm.collective_rpc("moet_stats")
+        self.rows = sum(of["places"] for of in stats["tiers"] if of["tier"] == "gpu")
+
+    def resize(self, slots: int, places: int) -> None:
+        values = {"base_pool": str(slots), "arena": str(places)}
+        (answer,) = self.llm.collective_rpc("moet_resize", args=(values,))
+        assert "error" not in answer, answer
+
+    def run(self, together: bool):
+        groups = [IDS] if together else [[ids] for ids in IDS[:4]]
+        outputs = [o for group in groups for o in generate(self.llm, group, TOKENS, logprobs=0)]
+        return [
+            [(t, row[t].logprob) for t, row in zip(o.outputs[0].token_ids, o.outputs[0].logprobs,
+                                                  strict=True)]
+            for o in outputs
+        ]  # fmt: skip
+
+    def stats(self):
+        return self.llm.collective_rpc("moet_stats")[0]
+
+
+@pytest.fixture(scope="module", params=MODELS, ids=lambda path: path.name)
+def served(request, tmp_path_factory):
+    model = request.param
+    pack = make_pack(model, tmp_path_factory.mktemp(model.name) / "pack")
+    settings = {"pack": str(pack), "base_pool": "100%", "arena": "100%", "prefill_staging": False}
+    with engine(
+        model, settings, dtype="bfloat16", enforce_eager=False, max_num_seqs=16,
+        attention_backend=None, gpu_memory_utilization=0.1, enable_prefix_caching=False,
+    ) as llm:  # fmt: skip
+        yield Served(model, pack, llm)
+
+
+@pytest.fixture(scope="module")
+def expected(served):
+    return {together: served.run(together) for together in (False, True)}
+
+
+def test_everything_on_the_gpu_agrees_with_the_reference(served):
+    with Checkpoint.open(served.model) as checkpoint:
+        reference = load_reference(
+            checkpoint, two_bit_experts(checkpoint.decode_expert, QUANTIZERS["data-free"]())
+        )
+    ours = prompt_logprobs(served.llm, IDS)
+    theirs = reference_logprobs(reference, IDS)
+    errors = torch.cat(ours) - torch.cat(theirs)
+    # BF16 activations against float32 ones.
+    assert errors.abs().mean() < 0.05
+    assert errors.mean().abs() < 0.01
+
+
+@pytest.mark.parametrize("slots", [1.0, 0.5, 0.1])
+@pytest.mark.parametrize("places", [1.0, 0.2])
+def test_same_bits_wherever_rows_are(served, expected, slots, places):
+    layer = 32  # the most rows of a layer that a step can use
+    gpu = round(served.rows * slots)
+    arena = max(round(served.rows * places), layer + 2 - gpu, 2)
+    served.resize(gpu, arena)
+    before = served.stats()
+    for temperature in ("cold", "warm"):
+        for together in (False, True):
+            assert served.run(together) == expected[together], (temperature, together)
+    after = served.stats()
+    assert after["steps"] > before["steps"]
+    if gpu + arena < served.rows:
+        assert after["disk_reads"] > before["disk_reads"]
+
+
+def test_a_damaged_row_ends_its_step_alone(served, expected):
+    served.resize(4, 32)
+    served.run(True)
+    path = next(iter(served.pack.layers.values())).path
+    layout = next(iter(served.pack.layers.values())).layout
+    whole = path.read_bytes()
+    try:
+        with path.open("r+b") as file:
+            for expert in range(layout.experts):
+                at = layout.row_offset(Precision.BASE, expert) + 100
+                file.seek(at)
+                file.write(bytes([whole[at] ^ 1]))
+        outputs = generate(served.llm, IDS, 4)
+        assert {o.outputs[0].finish_reason for o in outputs} == {"error"}
+        assert served.stats()["failed_requests"] > 0
+    finally:
+        with path.open("r+b") as file:
+            file.write(whole)
+    for together in (False, True):
+        assert served.run(together) == expected[together]
