@@ -14,6 +14,8 @@
 * `waiting`: share of a core that the waiting thread uses, between steps and while one runs.
 * `publish`, `counts`: µs of the host. `copy`: GB/s of rows one by one, `in_flight` at a time.
 * `staging`: GB/s of 64 rows copied by a kernel of so many blocks.
+* `prefill`: ms a layer of a prompt, experts only, all rows in GPU memory, in the arena, or in the
+  arena and staged.
 * `pinning`: GiB/s of an arena of some GiB, by threads; `fresh`: memory that the machine has not
   used before.
 """
@@ -34,9 +36,12 @@ from torch import Tensor
 
 from benchmarks.gpu_timing import elapsed_us
 from moet.bench.results import Row, write_result
-from moet.formats.layout import Precision
+from moet.formats.layout import Precision, RowLayout
+from moet.kernels.base import SwiGLU
 from moet.kernels.cuda.compiler import compile_text
+from moet.kernels.cuda.experts import CudaExperts
 from moet.kernels.cuda.launch import Kernel
+from moet.kernels.cuda.shape import ExpertsShape
 from moet.kernels.cuda.target import Target
 from moet.residency.cuda import CudaTierDevice, memory
 from moet.residency.cuda.kernels import Staged
@@ -242,6 +247,69 @@ class Bench:
             }  # fmt: skip
 
 
+class PrefillBench:
+    """Layers of a prompt, whose rows are all in one tier, through the real kernels."""
+
+    LAYERS = 6
+
+    def __init__(self) -> None:
+        layout = RowLayout(BASE, 4096, 2048, 8)
+        assert layout.row_bytes == ROW_BYTES
+        cuda = torch.device("cuda")
+        self.device = CudaTierDevice(
+            np.zeros((self.LAYERS, EXPERTS), np.uint8), {BASE: ROW_BYTES}, TOP_K, cuda,
+            decode_tokens=32, stage_row_bytes=ROW_BYTES, stage_rows=EXPERTS,
+        )  # fmt: skip
+        for tier in (Tier.GPU, Tier.ARENA):
+            self.device.resize(BASE, tier, EXPERTS, ROW_BYTES)
+        for chunk in self.device._gpu[BASE]._chunks:
+            chunk.random_()
+        torch.cuda.synchronize()
+        pairs = [(Place(BASE, Tier.GPU, e), Place(BASE, Tier.ARENA, e)) for e in range(EXPERTS)]
+        copies = [self.device.start_copy(*pair) for pair in pairs]
+        while not all(copy.done() for copy in copies):
+            pass
+        shape = ExpertsShape.of({BASE: layout}, EXPERTS, TOP_K)
+        self.operator = CudaExperts(shape, cuda, torch.bfloat16, prefill_tokens=4096)
+        self.factor = torch.full((EXPERTS, 3), 1e-3, device="cuda")
+
+    def rows(self) -> Iterator[Row]:
+        staging = self.device._staging
+        for tokens in (1024, 4096, 8192):
+            for name, tier in (("gpu", Tier.GPU), ("arena", Tier.ARENA), ("staged", Tier.ARENA)):
+                self.device._staging = staging if name == "staged" else None
+                self.device.publish(
+                    [
+                        Entry(BASE, layer, e, Place(BASE, tier, e))
+                        for layer in range(self.LAYERS)
+                        for e in range(EXPERTS)
+                    ]
+                )
+                ms = self._layer_ms(tokens)
+                yield {"case": "prefill", "rows": name, "tokens": tokens, "layer_ms": round(ms, 2)}
+        self.device._staging = staging
+
+    def _layer_ms(self, tokens: int) -> float:
+        x = torch.randn(tokens, 4096, device="cuda").bfloat16()
+        out = torch.empty_like(x)
+        ids = [
+            torch.rand(tokens, EXPERTS, device="cuda").topk(TOP_K).indices.to(torch.int32)
+            for _ in range(self.LAYERS)
+        ]
+        weights = torch.full((tokens, TOP_K), 1 / TOP_K, device="cuda")
+
+        def layers() -> None:
+            for layer in range(self.LAYERS):
+                rows = self.device.ensure(layer, ids[layer])
+                self.operator.forward(
+                    x, ids[layer], weights, rows.address, rows.precision, self.factor, SwiGLU(), out
+                )
+            self.device.finish()
+
+        layers()
+        return min(elapsed_us(layers) for _ in range(2)) / self.LAYERS / 1e3
+
+
 class Answering:
     """A thread that answers requests, and others that compute in Python."""
 
@@ -297,8 +365,8 @@ def main() -> None:
     parser.add_argument("--pin-gib", type=int, default=4)
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    bench = Bench()
     rows: list[Row] = []
+    bench = Bench()
     parts = (
         bench.ensure, bench.requests, bench.waiting, bench.host, bench.copies, bench.staging,
         lambda: bench.pinning(arguments.pin_gib),
@@ -308,6 +376,11 @@ def main() -> None:
             print(row, flush=True)
             rows.append(row)
     bench.device.close()
+    prefill = PrefillBench()
+    for row in prefill.rows():
+        print(row, flush=True)
+        rows.append(row)
+    prefill.device.close()
     write_result(arguments.out, rows, {"gpu": torch.cuda.get_device_name()})
 
 

@@ -21,7 +21,7 @@ FIRST_LAYER = 3
 
 class RandomRows(RowSource):
     """rows: by precision, uint8 [layers, experts, row bytes]. Reads take a random, short time; rows
-    in `broken` fail halfway."""
+    in `broken` fail halfway. delay: seconds, of every read."""
 
     def __init__(self, layers: int, experts: int, precisions: list[Precision], seed: int) -> None:
         self.layers = tuple(range(FIRST_LAYER, FIRST_LAYER + layers))
@@ -35,13 +35,14 @@ class RandomRows(RowSource):
             p: rng.integers(0, 256, (layers, experts, ROW_BYTES[p]), np.uint8) for p in precisions
         }
         self.broken: set[RowKey] = set()
+        self.delay = 0.0
         self._pace = Random(seed)
 
     def read(self, key: RowKey, out: np.ndarray) -> int:
         row = self.rows[key.precision][key.layer - FIRST_LAYER, key.expert]
         half = row.size // 2
         out[:half] = row[:half]
-        time.sleep(self._pace.choice((0.0, 0.0, 0.0002)))
+        time.sleep(self.delay + self._pace.choice((0.0, 0.0, 0.0002)))
         if key in self.broken:
             raise PackError(f"layer {key.layer}, expert {key.expert}: checksum mismatch.")
         out[half:] = row[half:]

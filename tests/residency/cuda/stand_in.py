@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moet.errors import ConfigError
+from moet.kernels.cuda.launch import CudaError
 from moet.kernels.cuda.shape import REMOTE
 from moet.residency.cuda.device import CudaTierDevice, LayerRows
 from moet.residency.cuda.kernels import Staged
@@ -38,7 +39,7 @@ class StandInDriver:
         self.pins_left = 1 << 30
         self.gpu_left = 1 << 40
         self._streams: dict[int, ThreadPoolExecutor] = {}
-        self._events: dict[int, Future[None] | None] = {}
+        self.broken_copies = False
         self._next = 0
         self._pace = Random(1)
 
@@ -56,10 +57,14 @@ class StandInDriver:
 
     def event(self) -> int:
         self._next += 1
-        self._events[self._next] = None
         return self._next
 
-    def copy(self, target: int, source: int, size: int, stream: int, event: int) -> None:
+    def adopt_thread(self) -> None:
+        """Nothing: memory has no context here."""
+
+    def copy(self, target: int, source: int, size: int, stream: int) -> None:
+        if self.broken_copies:
+            raise CudaError("the copy engine has failed.")
         nap = self._pace.choice((0.0, 0.0, 0.0005))
 
         def run() -> None:
@@ -68,14 +73,14 @@ class StandInDriver:
             time.sleep(nap)
             ctypes.memmove(target + half, source + half, size - half)
 
-        self._events[event] = self._streams[stream].submit(run)
+        self._streams[stream].submit(run)
+
+    def write(self, address: int, value: int, stream: int) -> None:
+        word = memory_at(address, 8).view(np.uint64)
+        self._streams[stream].submit(word.__setitem__, 0, value)
 
     def follow(self, stream: int, other: int, event: int) -> None:
         """Kernels run in one thread here."""
-
-    def over(self, event: int) -> bool:
-        future = self._events[event]
-        return future is None or future.done()
 
     def gpu_memory(self, size: int, stream: int) -> Tensor:
         if size > self.gpu_left:
@@ -108,8 +113,6 @@ class StandInDriver:
     def destroy(self, streams: list[int], events: list[int]) -> None:
         for stream in streams:
             self._streams.pop(stream).shutdown()
-        for event in events:
-            del self._events[event]
 
 
 class StandInKernels:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +12,10 @@ import torch
 
 from moet.errors import ConfigError
 from moet.formats.layout import Precision
+from moet.kernels.cuda.launch import CudaError
 from moet.kernels.cuda.shape import PRECISION_CODES
 from moet.residency.cuda import memory
+from moet.residency.cuda.copies import CopyStreams, DeviceCopy
 from moet.residency.cuda.mailbox import Mailbox, mailbox_type
 from moet.residency.cuda.memory import ArenaPlaces, ChunkedPlaces, GpuPlaces
 from moet.residency.metrics import Phase
@@ -33,7 +36,7 @@ def driver() -> StandInDriver:
     return StandInDriver(torch.device("cpu"))
 
 
-def places(kind: str, driver: StandInDriver) -> ChunkedPlaces:
+def places(kind: str, driver: StandInDriver) -> ChunkedPlaces[Any]:
     if kind == "arena":
         return ArenaPlaces(ROW, driver)  # type: ignore[arg-type]
     return GpuPlaces(ROW, driver, driver.stream())  # type: ignore[arg-type]
@@ -68,7 +71,12 @@ def test_too_little_memory_changes_nothing(kind: str, driver: StandInDriver) -> 
     assert [tested.address(slot) for slot in range(6)] == known
 
 
-def test_an_arena_uses_again_what_it_gave_up(driver: StandInDriver) -> None:
+def test_memory_given_up_is_used_again(driver: StandInDriver) -> None:
+    gpu = places("gpu", driver)
+    gpu.resize(12)
+    gpu.resize(4)
+    driver.gpu_left = 0
+    gpu.resize(12)
     arena = ArenaPlaces(ROW, driver)  # type: ignore[arg-type]
     arena.resize(12)
     arena.view(11)[:] = 7
@@ -84,6 +92,28 @@ def test_an_arena_uses_again_what_it_gave_up(driver: StandInDriver) -> None:
     arena.resize(0)
     arena.trim()
     assert not driver.pinned
+
+
+def wait_for(copy: DeviceCopy) -> None:
+    while not copy.done():
+        time.sleep(1e-4)
+
+
+def test_a_copy_that_cannot_be_started_says_so(driver: StandInDriver) -> None:
+    landed = np.zeros(2, np.uint64)
+    copies = CopyStreams(driver, landed)  # type: ignore[arg-type]
+    source, target = np.arange(8, dtype=np.uint8), np.zeros(8, np.uint8)
+    addresses = target.ctypes.data, source.ctypes.data
+    first = copies.start(*addresses, 8, to_host=True)
+    wait_for(first)
+    assert landed.tolist() == [0, 1]
+    assert target.tolist() == source.tolist()
+    driver.broken_copies = True
+    second = copies.start(*addresses, 8, to_host=True)
+    with pytest.raises(CudaError, match="copy engine"):
+        wait_for(second)
+    assert first.done()
+    copies.close()
 
 
 def mailbox(layers: int = 2, experts: int = 40) -> tuple[Mailbox, np.ndarray]:

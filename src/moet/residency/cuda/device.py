@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,14 +15,14 @@ from torch import Tensor
 from moet.errors import ConfigError
 from moet.formats.layout import Precision
 from moet.kernels.cuda.shape import PRECISION_CODES
+from moet.residency.cuda.copies import CopyStreams, DeviceCopy
 from moet.residency.cuda.driver import Driver
 from moet.residency.cuda.kernels import TierKernels
 from moet.residency.cuda.mailbox import HOST_ENTRY, Mailbox
-from moet.residency.cuda.memory import ArenaPlaces, GpuPlaces
+from moet.residency.cuda.memory import ArenaPlaces, ChunkedPlaces, GpuPlaces
 from moet.residency.cuda.staging import Staging
 from moet.residency.tiers.device import (
     U8,
-    Copy,
     Counts,
     Entry,
     Place,
@@ -41,21 +42,6 @@ class LayerRows:
 
     address: Tensor
     precision: Tensor
-
-
-class DeviceCopy(Copy):
-    """A copy on one of the streams."""
-
-    def __init__(self, driver: Driver, events: list[int], event: int) -> None:
-        self._driver, self._events = driver, events
-        self._event: int | None = event
-
-    def done(self) -> bool:
-        """See the base class. Raises CudaError for a copy that failed."""
-        if self._event is not None and self._driver.over(self._event):
-            self._events.append(self._event)
-            self._event = None
-        return self._event is None
 
 
 class CudaTierDevice(TierDevice):
@@ -113,14 +99,11 @@ class CudaTierDevice(TierDevice):
         precision = torch.zeros(code.shape, dtype=torch.uint8, device=device)
         self._rows = [LayerRows(*pair) for pair in zip(address, precision, strict=True)]
         self._in_step, self._from_first, self._last = False, False, 0
-        # One stream for each direction: PCIe moves both ways at once.
-        self._to_gpu, self._from_gpu = driver.stream(), driver.stream()
-        self._events: list[int] = []  # free ones
-        self._all_events: list[int] = []
+        self._copies = CopyStreams(driver, self._mailbox.landed)
         self._gpu: dict[Precision, GpuPlaces] = {}
         self._arena: dict[Precision, ArenaPlaces] = {}
         for p, row_bytes in precisions.items():
-            self._gpu[p] = GpuPlaces(row_bytes, driver, self._to_gpu)
+            self._gpu[p] = GpuPlaces(row_bytes, driver, self._copies.to_gpu)
             self._arena[p] = ArenaPlaces(row_bytes, driver)
         self._closed = False
 
@@ -184,14 +167,13 @@ class CudaTierDevice(TierDevice):
         """Gives memory that smaller tiers do not need back to the system. Waits for the device:
         only for the thread that launches the model's kernels, between steps."""
         self._driver.synchronize()
-        for arena in self._arena.values():
-            arena.trim()
+        for places in self._all_places():
+            places.trim()
 
     # For the owner.
 
     def resize(self, precision: Precision, tier: Tier, places: int, row_bytes: int) -> None:
-        """See the base class. Chunks of GPU memory that are given up go back to PyTorch's
-        allocator, those of the arena are kept for later until `trim`."""
+        """See the base class. Chunks of memory that are given up are kept until `trim`."""
         assert row_bytes == self._row_bytes[precision]
         self._places(precision, tier).resize(places)
 
@@ -199,14 +181,9 @@ class CudaTierDevice(TierDevice):
         return self._arena[place.precision].view(place.slot)
 
     def start_copy(self, source: Place, target: Place) -> DeviceCopy:
-        if not self._events:
-            self._events.append(self._driver.event())
-            self._all_events.append(self._events[-1])
-        event = self._events.pop()
-        stream = self._from_gpu if target.tier == Tier.ARENA else self._to_gpu
         size = self._row_bytes[source.precision]
-        self._driver.copy(self._address(target), self._address(source), size, stream, event)
-        return DeviceCopy(self._driver, self._events, event)
+        to_host = target.tier == Tier.ARENA
+        return self._copies.start(self._address(target), self._address(source), size, to_host)
 
     def publish(self, entries: Sequence[Entry]) -> None:
         places = [self._mailbox.entry(e.precision, e.layer, e.expert) for e in entries]
@@ -239,13 +216,15 @@ class CudaTierDevice(TierDevice):
         self._driver.synchronize()
         if self._staging is not None:
             self._staging.close()
+        self._copies.close()
+        for places in self._all_places():
+            places.resize(0)
+            places.trim()
         self._mailbox.detach()
         self._driver.free_host_memory(self._host)
-        for precision in self._row_bytes:
-            self._gpu[precision].resize(0)
-            self._arena[precision].resize(0)
-            self._arena[precision].trim()
-        self._driver.destroy([self._to_gpu, self._from_gpu], self._all_events)
+
+    def _all_places(self) -> list[ChunkedPlaces[Any]]:
+        return [*self._gpu.values(), *self._arena.values()]
 
     def _places(self, precision: Precision, tier: Tier) -> GpuPlaces | ArenaPlaces:
         return self._gpu[precision] if tier == Tier.GPU else self._arena[precision]

@@ -1,8 +1,7 @@
-"""The few calls of the CUDA driver that tiers need, without giving up the interpreter at each.
+"""The few calls of the CUDA driver that tiers need, without the interpreter's lock.
 
-Bindings that release the interpreter in every call, however short, let another busy Python thread
-take it for a switch interval (5 ms) each time; a step that waits for rows would wait for that too.
-So short calls hold it (`PyDLL`), and only those that block give it up (`CDLL`).
+PyTorch has no public form of most of them, and a call that holds the interpreter while the driver
+makes it wait could stop the whole process.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ctypes import c_char_p, c_int, c_size_t, c_uint, c_void_p
+from ctypes import c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any
 
 import torch
@@ -19,34 +18,34 @@ from torch import Tensor
 from moet.errors import ConfigError
 from moet.kernels.cuda.launch import CudaError
 
-_NOT_READY, _OUT_OF_MEMORY = 600, 2
+_OUT_OF_MEMORY = 2
 _NON_BLOCKING, _DISABLE_TIMING = 1, 2
 _PORTABLE_MAPPED = 1 | 2
 _RELAXED = 2
+_SPARE_BYTES = 64 << 20  # of GPU memory, for what the driver itself needs
 _POINTER = ctypes.POINTER(c_void_p)
 
-_SHORT = {
+_CALLS = {
     "cuCtxGetCurrent": [_POINTER],
     "cuCtxPushCurrent_v2": [c_void_p],
     "cuCtxPopCurrent_v2": [_POINTER],
+    "cuCtxSetCurrent": [c_void_p],
+    "cuCtxSynchronize": [],
     "cuThreadExchangeStreamCaptureMode": [ctypes.POINTER(c_int)],
     "cuStreamCreate": [_POINTER, c_uint],
-    "cuEventCreate": [_POINTER, c_uint],
-    "cuEventRecord": [c_void_p, c_void_p],
-    "cuEventQuery": [c_void_p],
+    "cuStreamDestroy_v2": [c_void_p],
     "cuStreamWaitEvent": [c_void_p, c_void_p, c_uint],
+    "cuStreamWriteValue64_v2": [c_void_p, c_void_p, c_uint64, c_uint],
+    "cuEventCreate": [_POINTER, c_uint],
+    "cuEventDestroy_v2": [c_void_p],
+    "cuEventRecord": [c_void_p, c_void_p],
     "cuMemcpyAsync": [c_void_p, c_void_p, c_size_t, c_void_p],
-    "cuMemHostGetDevicePointer_v2": [_POINTER, c_void_p, c_uint],
-    "cuGetErrorName": [c_int, ctypes.POINTER(c_char_p)],
-}
-_BLOCKING = {
     "cuMemHostAlloc": [_POINTER, c_size_t, c_uint],
     "cuMemFreeHost": [c_void_p],
     "cuMemHostRegister_v2": [c_void_p, c_size_t, c_uint],
+    "cuMemHostGetDevicePointer_v2": [_POINTER, c_void_p, c_uint],
     "cuMemHostUnregister": [c_void_p],
-    "cuCtxSynchronize": [],
-    "cuEventDestroy_v2": [c_void_p],
-    "cuStreamDestroy_v2": [c_void_p],
+    "cuGetErrorName": [c_int, ctypes.POINTER(c_char_p)],
 }
 
 
@@ -59,13 +58,11 @@ class Driver:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._calls: dict[str, Any] = {}
-        libraries = ((ctypes.PyDLL, _SHORT), (ctypes.CDLL, _BLOCKING))
-        for kind, names in libraries:
-            library = kind("libcuda.so.1")
-            for name, types in names.items():
-                call = getattr(library, name)
-                call.argtypes, call.restype = types, c_int
-                self._calls[name] = call
+        library = ctypes.CDLL("libcuda.so.1")
+        for name, types in _CALLS.items():
+            call = getattr(library, name)
+            call.argtypes, call.restype = types, c_int
+            self._calls[name] = call
         with torch.cuda.device(device):
             torch.cuda.current_stream(device).synchronize()  # PyTorch makes its context current
             self._context = self._made("cuCtxGetCurrent")
@@ -82,6 +79,11 @@ class Driver:
             self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
             self._made("cuCtxPopCurrent_v2")
 
+    def adopt_thread(self) -> None:
+        """As `current`, for all that the calling thread will do."""
+        self._call("cuCtxSetCurrent", self._context)
+        self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(c_int(_RELAXED)))
+
     def stream(self) -> int:
         """A new stream that does not wait for the default one."""
         with self.current():
@@ -95,11 +97,14 @@ class Driver:
         with self.current():
             return self._made("cuEventCreate", _DISABLE_TIMING)
 
-    def copy(self, target: int, source: int, size: int, stream: int, event: int) -> None:
-        """Starts a copy of `size` bytes, of any kind, and records the event behind it."""
-        with self.current():
-            self._call("cuMemcpyAsync", target, source, size, stream)
-            self._call("cuEventRecord", event, stream)
+    def copy(self, target: int, source: int, size: int, stream: int) -> None:
+        """Starts a copy of any kind. Only for a thread that was adopted."""
+        self._call("cuMemcpyAsync", target, source, size, stream)
+
+    def write(self, address: int, value: int, stream: int) -> None:
+        """Writes 64 bits of pinned memory when what is on the stream has ended, its results
+        visible. Only for a thread that was adopted."""
+        self._call("cuStreamWriteValue64_v2", stream, address, value, 0)
 
     def follow(self, stream: int, other: int, event: int) -> None:
         """What comes on `stream` waits for what is on `other` now; may be captured."""
@@ -107,24 +112,21 @@ class Driver:
             self._call("cuEventRecord", event, other)
             self._call("cuStreamWaitEvent", stream, event, 0)
 
-    def over(self, event: int) -> bool:
-        """Whether what was recorded before the event has ended."""
-        status = self._calls["cuEventQuery"](event)
-        if status != _NOT_READY:
-            self._check(status, "cuEventQuery")
-        return bool(status == 0)
-
     def gpu_memory(self, size: int, stream: int) -> Tensor:
         """uint8 [size] from PyTorch's allocator, which counts it: to be written by `stream` only,
         and kept until its readers have ended."""
         side: Any = torch.cuda.ExternalStream(stream, self._device)  # type: ignore[no-untyped-call]
-        try:
-            # In the allocator's pool of that stream: other memory may still be read by kernels that
-            # run, which the stream would not wait for.
-            with self.current(), torch.cuda.device(self._device), torch.cuda.stream(side):
-                return torch.empty(size, dtype=torch.uint8, device=self._device)
-        except torch.OutOfMemoryError:
-            raise ConfigError(f"there are no {size / 2**20:.0f} MiB of GPU memory left.") from None
+        # In the allocator's pool of that stream: other memory may still be read by kernels that
+        # run, which the stream would not wait for.
+        with self.current(), torch.cuda.device(self._device), torch.cuda.stream(side):
+            free = torch.cuda.mem_get_info(self._device)[0]
+            # Short of memory, the allocator would wait for kernels, to free what it has cached.
+            if size + _SPARE_BYTES > free:
+                raise ConfigError(
+                    f"{size / 2**20:.0f} MiB of GPU memory are needed and {free / 2**20:.0f} MiB "
+                    "are free."
+                )
+            return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def host_memory(self, size: int) -> int:
         """The address, for host and device, of pinned memory."""
@@ -165,9 +167,7 @@ class Driver:
         return made.value or 0
 
     def _call(self, name: str, *arguments: Any) -> None:
-        self._check(self._calls[name](*arguments), name)
-
-    def _check(self, status: int, name: str) -> None:
+        status = self._calls[name](*arguments)
         if status == _OUT_OF_MEMORY:
             raise ConfigError("there is not enough memory that could be pinned.")
         if status:

@@ -66,7 +66,7 @@ class Mailbox:
     @staticmethod
     def bytes_needed(planes: int, layers: int, experts: int) -> int:
         table: int = -(-planes * layers * experts * 8 // 128) * 128
-        return table + mailbox_type(planes, layers, experts).itemsize + 128
+        return table + mailbox_type(planes, layers, experts).itemsize + 2 * 128
 
     def detach(self) -> None:
         """Goes on with a copy of the memory, which may be freed then."""
@@ -78,7 +78,8 @@ class Mailbox:
         self.table = memory[:table_bytes].view(_U8)
         self.answer = memory[-128:].view(_U8)[:1]
         kind = mailbox_type(len(planes), *code.shape)
-        start = memory.size - 128 - kind.itemsize
+        self.landed = memory[-256:].view(_U8)[:2]  # copies that have ended, by direction
+        start = memory.size - 2 * 128 - kind.itemsize
         self.device_side = memory[start : start + kind.itemsize]
         fields = self.device_side.view(kind)
         self._begun, self._done = fields["begun"], fields["done"]

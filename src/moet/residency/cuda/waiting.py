@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 U64 = NDArray[np.uint64]
 
-_IDLE_NAP = 50  # µs
+_STEP_NAP, _IDLE_NAP = 10, 50  # µs
 _MONOTONIC = 1  # of time.h
 _SET_TIMER_SLACK = 29  # of sys/prctl.h
 
@@ -41,9 +41,8 @@ def _nanoseconds(parts: NDArray[np.int64]) -> Any:
 def wait_for_request(request: U64, begun: U64, done: U64, seen: int, microseconds: int) -> None:
     """Until the request's number exceeds `seen` or the time is over.
 
-    While a step runs, naps are as short as the kernel allows (some µs); between steps they are
-    longer than it takes a step to come to its first request. All numbers: uint64 [1], changed by
-    the device.
+    Between steps naps may be as long as it takes a step to come to its first request. All numbers:
+    uint64 [1], changed by the device.
     """
     parts = np.empty(2, np.int64)
     _prctl(_SET_TIMER_SLACK, 1, 0, 0, 0)
@@ -52,8 +51,8 @@ def wait_for_request(request: U64, begun: U64, done: U64, seen: int, microsecond
         left = end - _nanoseconds(parts)
         if left <= 0:
             break
-        nap = 1 if begun[0] != done[0] else min(_IDLE_NAP, left // 1000)
-        _usleep(nap)
+        nap = _STEP_NAP if begun[0] != done[0] else _IDLE_NAP
+        _usleep(max(1, min(nap, left // 1000)))
     _fence()
 
 
