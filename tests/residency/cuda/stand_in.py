@@ -135,6 +135,8 @@ class StandInKernels:
         self.lane = ThreadPoolExecutor(1)
         self.jobs: list[Future[object]] = []
         self.open = self.local = self.failed = self.decode = 0
+        self.stale = True
+        self.entries = self.table.copy()
         self.begun = 0
         self.use = np.zeros(shape, np.uint64)
         self.rows = np.zeros((len(planes), 2, 3), np.uint64)
@@ -181,18 +183,21 @@ class StandInKernels:
         if begin:
             self.begun += 1
             self.open, self.decode = (2 if layer == 0 else 1), int(decode)
-            self.local, self.failed = 1, 0
+            self.local, self.failed, self.stale = 1, 0, layer != 0
             mail["begun"] = self.begun
+            self.entries = self.table.copy()
         experts = self.code.shape[1]
         used = [e for e in ids.unique().tolist() if 0 <= e < experts]
         where = {e: (self.plane[int(self.code[layer, e])], layer, e) for e in used}
-        entry = {e: int(self.table[where[e]]) for e in used}
+        table = self.table if self.stale else self.entries
+        entry = {e: int(table[where[e]]) for e in used}
         for e in used:
             tier = 2 if not entry[e] else entry[e] & HOST_ENTRY
             self.local &= tier == 0
             self.use[where[e]] += np.uint64(decode)
             self.rows[where[e][0], int(not decode), tier] += np.uint64(1)
         copies = {} if staged is None else {e: int(s) for e, s in enumerate(staged.slot) if s >= 0}
+        entry.update({e: int(self.table[where[e]]) for e in used if not entry[e]})
         missing = [e for e in used if not entry[e] and e not in copies]
         if missing and not self.failed:
             for name, chosen in (("missing", missing), ("present", [e for e in used if entry[e]])):
@@ -202,6 +207,7 @@ class StandInKernels:
             number = int(mail["request"]) + 1
             mail["layer"] = layer
             mail["request"] = number
+            self.stale = True
             deadline = time.monotonic() + 60
             while int(self.answered[0]) != number:
                 assert time.monotonic() < deadline, "a request waits for ever"

@@ -1,13 +1,18 @@
-"""The GPU's tiers on a stand-in for the GPU: all of the host's side, with real threads."""
+"""The GPU's tiers on a stand-in for the GPU: all of the host's side, with real threads.
+
+That wrong rows are noticed is tested here too.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from moet.residency.cuda import device, memory
+from moet.residency.cuda.copies import DeviceCopy
 
 from .history import run_block
 from .stand_in import StandInDriver, StandInKernels, StandInSteps
@@ -26,3 +31,22 @@ def _stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("block", range(4))
 def test_histories(block: int) -> None:
     run_block(range(10 * block, 10 * (block + 1)), StandInSteps)
+
+
+class Hasty(StandInKernels):
+    """A step that goes on with its copy of the table after it has asked for rows."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, False if name == "stale" else value)
+
+
+def test_an_outdated_table_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "TierKernels", Hasty)
+    with pytest.raises(AssertionError, match="rows were wrong"):
+        run_block(range(60), StandInSteps)
+
+
+def test_a_copy_that_ends_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeviceCopy, "done", lambda self: True)
+    with pytest.raises(AssertionError, match="rows were wrong"):
+        run_block(range(60), StandInSteps)

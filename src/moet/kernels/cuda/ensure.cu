@@ -2,9 +2,11 @@
 //
 // One block, in front of the layer's kernels. The table, the mailbox and the counts for the host lie
 // in host memory that the GPU reaches: so the host changes the table with plain stores, also while
-// the GPU waits for it, and nothing here needs the driver. A thread loads the entries of its experts
-// before it knows which are used: that way they arrive together with the routing. Rows that are on
-// disk only are posted, and the block waits until the host has answered.
+// the GPU waits for it, and nothing here needs the driver. A step copies the whole table when it
+// begins, since a load over PCIe in each layer would take longer. It may use the copy as it could use
+// an entry that it had read then, until it asks for rows: an answer may have taken the place of any
+// row that the asking layer does not use, and from then on the step looks at the table itself.
+// Rows that are on disk only are posted, and the block waits until the host has answered.
 //
 // Compile-time: see tiers.cuh.
 #include "tiers.cuh"
@@ -18,14 +20,30 @@ __device__ void begin_step(State* state, Mailbox* mail, int layer, int decode) {
   state->decode = decode;
   state->local = 1;
   state->failed = 0;
+  state->stale = layer != 0;
   store_release_system(&mail->begun, number);
   __threadfence_system();
+}
+
+__device__ void copy_table(State* state, const u64* table) {
+  constexpr int kEntries = kPlanes * LAYERS * EXPERTS, kInFlight = 16;
+  u64* to = &state->entries[0][0][0];
+  for (int first = threadIdx.x; first < kEntries; first += kInFlight * kThreads) {
+    u64 entry[kInFlight];
+#pragma unroll
+    for (int j = 0; j < kInFlight; j++)
+      if (first + j * kThreads < kEntries) entry[j] = load_system(table + first + j * kThreads);
+#pragma unroll
+    for (int j = 0; j < kInFlight; j++)
+      if (first + j * kThreads < kEntries) to[first + j * kThreads] = entry[j];
+  }
 }
 
 // Posts the bitmaps that have been written, and waits. By one thread.
 __device__ void ask(State* state, Mailbox* mail, const u64* answer, int layer) {
   const u64 number = state->requests + 1;
   state->requests = number;
+  state->stale = 1;
   mail->layer = layer;
   __threadfence_system();
   store_release_system(&mail->request, number);
@@ -52,7 +70,10 @@ ensure(const int* ids, int count, int layer, int begin, int decode, const u64* t
   if (begin) {
     if (threadIdx.x == 0) begin_step(state, mail, layer, decode);
     __syncthreads();
+    if (layer == 0) copy_table(state, table);
+    __syncthreads();
   }
+  const bool stale = state->stale;
   u64 entry[kEach];
   u8 kind[kEach];
   int copy[kEach];
@@ -62,7 +83,9 @@ ensure(const int* ids, int count, int layer, int begin, int decode, const u64* t
     used[expert] = 0;
     entry[i] = 0, kind[i] = 0, copy[i] = -1;
     if (expert >= EXPERTS) continue;
-    entry[i] = find(table, code, layer, expert, kind[i]);
+    kind[i] = code[layer * EXPERTS + expert];
+    entry[i] = find(&state->entries[0][0][0], layer, expert, kind[i]);
+    if (stale) entry[i] = find(table, layer, expert, kind[i]);
     if (staged) copy[i] = slot[expert];
   }
   __syncthreads();
@@ -97,7 +120,18 @@ ensure(const int* ids, int count, int layer, int begin, int decode, const u64* t
   }
 
   if (__syncthreads_or(lost)) {
-    if (!state->failed) {  // a step that has failed waits for nothing more
+    const auto look_again = [&] {
+      lost = false;
+#pragma unroll
+      for (int i = 0; i < kEach; i++) {
+        if (mine[i] && !entry[i])
+          entry[i] = load_entry(table, plane_of(kind[i]), layer, i * kThreads + threadIdx.x);
+        lost |= mine[i] && !entry[i] && copy[i] < 0;
+      }
+      return __syncthreads_or(lost);
+    };
+    // A step that has failed waits for nothing more.
+    if (look_again() && !state->failed) {
 #pragma unroll
       for (int i = 0; i < kEach; i++) {
         const u32 missing = __ballot_sync(kAll, mine[i] && !entry[i] && copy[i] < 0);
@@ -110,14 +144,8 @@ ensure(const int* ids, int count, int layer, int begin, int decode, const u64* t
       __syncthreads();
       if (threadIdx.x == 0) ask(state, mail, answer, layer);
       __syncthreads();
-#pragma unroll
-      for (int i = 0; i < kEach; i++)
-        if (mine[i] && !entry[i])
-          entry[i] = load_entry(table, plane_of(kind[i]), layer, i * kThreads + threadIdx.x);
+      look_again();
     }
-    lost = false;
-#pragma unroll
-    for (int i = 0; i < kEach; i++) lost |= mine[i] && !entry[i] && copy[i] < 0;
     if (__syncthreads_or(lost) && threadIdx.x == 0) fail(state, mail);
   }
 

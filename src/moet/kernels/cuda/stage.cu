@@ -29,8 +29,8 @@ plan_stage(int layer, const u64* table, const u8* code, int slots, int* slot, So
 #pragma unroll 4
   for (int first = 0; first < EXPERTS; first += 32) {
     const int expert = first + lane;
-    u8 kind = 0;
-    const u64 entry = expert < EXPERTS ? find(table, code, layer, expert, kind) : 0;
+    const u8 kind = expert < EXPERTS ? code[layer * EXPERTS + expert] : 0;
+    const u64 entry = expert < EXPERTS ? find(table, layer, expert, kind) : 0;
     const bool host = entry & kHostEntry;
     const u32 found = __ballot_sync(kAll, host);
     const int mine = taken + __popc(found & ((1u << lane) - 1));

@@ -29,9 +29,10 @@ struct Mailbox {
 // In GPU memory, of the steps' own.
 struct State {
   u64 begun, requests, failures, steps, steps_local;
-  u32 open, failed, decode, local;
+  u32 open, failed, decode, local, stale, unused;
   u64 rows[kPlanes][2][3];
   u64 use[kPlanes][LAYERS][EXPERTS];
+  u64 entries[kPlanes][LAYERS][EXPERTS];  // the table as the step found it; not if `stale`
 };
 
 __device__ __forceinline__ u64 load_system(const u64* p) {
@@ -58,13 +59,11 @@ __device__ __forceinline__ u64 load_entry(const u64* table, int plane, int layer
   return load_system(table + (u64(plane) * LAYERS + layer) * EXPERTS + expert);
 }
 
-// An expert's entry, of the precision that it is computed at; its code goes to `kind`.
-__device__ __forceinline__ u64 find(const u64* table, const u8* code, int layer, int expert,
-                                    u8& kind) {
+// An expert's entry, of the precision code that it is computed at.
+__device__ __forceinline__ u64 find(const u64* table, int layer, int expert, const u8& kind) {
   u64 planes[kPlanes], entry = 0;
 #pragma unroll
   for (int p = 0; p < kPlanes; p++) planes[p] = load_entry(table, p, layer, expert);
-  kind = code[layer * EXPERTS + expert];
 #pragma unroll
   for (int p = 0; p < kPlanes; p++)
     if (plane_of(kind) == p) entry = planes[p];

@@ -22,7 +22,7 @@ _FINISH_BLOCKS = 16  # the counts of 43 × 256 experts take one block several µ
 
 def state_words(planes: int, layers: int, experts: int) -> int:
     """64-bit words of `State` of ensure.cu."""
-    return 7 + planes * (6 + layers * experts)
+    return 8 + planes * (6 + 2 * layers * experts)
 
 
 @dataclass(frozen=True)
