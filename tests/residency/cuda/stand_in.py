@@ -62,22 +62,20 @@ class StandInDriver:
     def adopt_thread(self) -> None:
         """Nothing: memory has no context here."""
 
-    def copy(self, target: int, source: int, size: int, stream: int) -> None:
+    def start_copies(self, copies: np.ndarray) -> None:
         if self.broken_copies:
             raise CudaError("the copy engine has failed.")
-        nap = self._pace.choice((0.0, 0.0, 0.0005))
+        for line in copies.tolist():
+            self._streams[line[3]].submit(self._copy, *line, self._pace.choice((0.0, 0.0, 0.0005)))
 
-        def run() -> None:
-            half = size // 2
-            ctypes.memmove(target, source, half)
-            time.sleep(nap)
-            ctypes.memmove(target + half, source + half, size - half)
-
-        self._streams[stream].submit(run)
-
-    def write(self, address: int, value: int, stream: int) -> None:
-        word = memory_at(address, 8).view(np.uint64)
-        self._streams[stream].submit(word.__setitem__, 0, value)
+    def _copy(
+        self, target: int, source: int, size: int, stream: int, word: int, number: int, nap: float
+    ) -> None:
+        half = size // 2
+        ctypes.memmove(target, source, half)
+        time.sleep(nap)
+        ctypes.memmove(target + half, source + half, size - half)
+        memory_at(word, 8).view(np.uint64)[0] = number
 
     def follow(self, stream: int, other: int, event: int) -> None:
         """Kernels run in one thread here."""

@@ -112,7 +112,6 @@ def test_a_copy_that_cannot_be_started_says_so(driver: StandInDriver) -> None:
     second = copies.start(*addresses, 8, to_host=True)
     with pytest.raises(CudaError, match="copy engine"):
         wait_for(second)
-    assert first.done()
     copies.close()
 
 

@@ -10,9 +10,13 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
+from numba import njit
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moet.errors import ConfigError
@@ -35,11 +39,9 @@ _CALLS = {
     "cuStreamCreate": [_POINTER, c_uint],
     "cuStreamDestroy_v2": [c_void_p],
     "cuStreamWaitEvent": [c_void_p, c_void_p, c_uint],
-    "cuStreamWriteValue64_v2": [c_void_p, c_void_p, c_uint64, c_uint],
     "cuEventCreate": [_POINTER, c_uint],
     "cuEventDestroy_v2": [c_void_p],
     "cuEventRecord": [c_void_p, c_void_p],
-    "cuMemcpyAsync": [c_void_p, c_void_p, c_size_t, c_void_p],
     "cuMemHostAlloc": [_POINTER, c_size_t, c_uint],
     "cuMemFreeHost": [c_void_p],
     "cuMemHostRegister_v2": [c_void_p, c_size_t, c_uint],
@@ -63,6 +65,7 @@ class Driver:
             call = getattr(library, name)
             call.argtypes, call.restype = types, c_int
             self._calls[name] = call
+        self._start = _start_copies()
         with torch.cuda.device(device):
             torch.cuda.current_stream(device).synchronize()  # PyTorch makes its context current
             self._context = self._made("cuCtxGetCurrent")
@@ -97,14 +100,13 @@ class Driver:
         with self.current():
             return self._made("cuEventCreate", _DISABLE_TIMING)
 
-    def copy(self, target: int, source: int, size: int, stream: int) -> None:
-        """Starts a copy of any kind. Only for a thread that was adopted."""
-        self._call("cuMemcpyAsync", target, source, size, stream)
+    def start_copies(self, copies: NDArray[np.uint64]) -> None:
+        """Starts copies of any kind. Only for a thread that was adopted.
 
-    def write(self, address: int, value: int, stream: int) -> None:
-        """Writes 64 bits of pinned memory when what is on the stream has ended, its results
-        visible. Only for a thread that was adopted."""
-        self._call("cuStreamWriteValue64_v2", stream, address, value, 0)
+        copies: [count, 6]: target, source and size in bytes, stream; and the address of 64 bits of
+        pinned memory that get a number when the copy has ended, and this number.
+        """
+        self._check(self._start(copies), "a copy")
 
     def follow(self, stream: int, other: int, event: int) -> None:
         """What comes on `stream` waits for what is on `other` now; may be captured."""
@@ -167,7 +169,9 @@ class Driver:
         return made.value or 0
 
     def _call(self, name: str, *arguments: Any) -> None:
-        status = self._calls[name](*arguments)
+        self._check(self._calls[name](*arguments), name)
+
+    def _check(self, status: int, name: str) -> None:
         if status == _OUT_OF_MEMORY:
             raise ConfigError("there is not enough memory that could be pinned.")
         if status:
@@ -175,3 +179,26 @@ class Driver:
             self._calls["cuGetErrorName"](status, ctypes.byref(text))
             known = text.value.decode() if text.value else str(status)
             raise CudaError(f"the CUDA driver answered {known} to {name}.")
+
+
+@cache
+def _start_copies() -> Any:
+    """The loop of `Driver.start_copies`, compiled; returns the first status that is an error."""
+    library = ctypes.CDLL("libcuda.so.1")
+    copy, write = library["cuMemcpyAsync"], library["cuStreamWriteValue64_v2"]
+    for call, types in ((copy, [c_uint64] * 4), (write, [c_uint64] * 3 + [c_uint])):
+        call.argtypes, call.restype = types, c_int
+
+    @njit(nogil=True)  # type: ignore[untyped-decorator]
+    def start(copies: NDArray[np.uint64]) -> Any:
+        for i in range(len(copies)):
+            line = copies[i]
+            status = copy(line[0], line[1], line[2], line[3])
+            if status == 0:
+                status = write(line[3], line[4], line[5], 0)
+            if status != 0:
+                return status
+        return 0
+
+    start(np.empty((0, 6), np.uint64))  # compiles
+    return start

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 U64 = NDArray[np.uint64]
 
-_STEP_NAP, _IDLE_NAP = 10, 50  # µs
+_STEP_NAP, _IDLE_NAP = 10, 100  # µs
 _MONOTONIC = 1  # of time.h
 _SET_TIMER_SLACK = 29  # of sys/prctl.h
 
