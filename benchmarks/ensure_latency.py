@@ -39,8 +39,8 @@ from moet.bench.results import Row, write_result
 from moet.formats.layout import Precision, RowLayout
 from moet.kernels.base import SwiGLU
 from moet.kernels.cuda.compiler import compile_text
-from moet.kernels.cuda.experts import CudaExperts
 from moet.kernels.cuda.launch import Kernel
+from moet.kernels.cuda.prefill import PrefillExperts
 from moet.kernels.cuda.shape import ExpertsShape
 from moet.kernels.cuda.target import Target
 from moet.residency.cuda import CudaTierDevice, memory
@@ -269,7 +269,7 @@ class PrefillBench:
         while not all(copy.done() for copy in copies):
             time.sleep(1e-3)
         shape = ExpertsShape.of({BASE: layout}, EXPERTS, TOP_K)
-        self.operator = CudaExperts(shape, cuda, torch.bfloat16, prefill_tokens=4096)
+        self.operator = PrefillExperts(shape, cuda, torch.bfloat16, max_tokens=4096)
         self.factor = torch.full((EXPERTS, 3), 1e-3, device="cuda")
 
     def rows(self) -> Iterator[Row]:
@@ -365,22 +365,23 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(0)
     rows: list[Row] = []
-    bench = Bench()
-    parts = (
-        bench.ensure, bench.requests, bench.waiting, bench.host, bench.copies, bench.staging,
-        lambda: bench.pinning(arguments.pin_gib),
-    )  # fmt: skip
-    for part in parts:
-        for row in part():
+
+    def take(part: Iterator[Row]) -> None:
+        for row in part:
             print(row, flush=True)
             rows.append(row)
+        write_result(arguments.out, rows, {"gpu": torch.cuda.get_device_name()})
+
+    bench = Bench()
+    for part in (
+        bench.ensure, bench.requests, bench.waiting, bench.host, bench.copies, bench.staging,
+    ):  # fmt: skip
+        take(part())
+    take(bench.pinning(arguments.pin_gib))
     bench.device.close()
     prefill = PrefillBench()
-    for row in prefill.rows():
-        print(row, flush=True)
-        rows.append(row)
+    take(prefill.rows())
     prefill.device.close()
-    write_result(arguments.out, rows, {"gpu": torch.cuda.get_device_name()})
 
 
 if __name__ == "__main__":
