@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from moet.errors import PackError
+from moet.errors import ConfigError, PackError
 from moet.kernels.cuda.shape import PRECISION_CODES, REMOTE
 from moet.pack.source import RowKey
 from moet.residency.cuda import CudaTierDevice, memory
@@ -204,6 +204,17 @@ def test_capture_beside_copies(device: CudaTierDevice) -> None:
     thread.join()
     assert not errors
     assert device.done() == 20
+
+
+def test_more_than_the_gpu_has_is_refused(device: CudaTierDevice) -> None:
+    device.resize(BASE, Tier.GPU, 3, ROW_BYTES[BASE])
+    address = device._address(Place(BASE, Tier.GPU, 2))
+    before = torch.cuda.mem_get_info()[0]
+    with pytest.raises(ConfigError, match="GPU memory"):
+        device.resize(BASE, Tier.GPU, (1 << 40) // ROW_BYTES[BASE], ROW_BYTES[BASE])
+    assert torch.cuda.mem_get_info()[0] == before
+    device.resize(BASE, Tier.GPU, 4, ROW_BYTES[BASE])
+    assert device._address(Place(BASE, Tier.GPU, 2)) == address
 
 
 def test_all_memory_comes_back() -> None:

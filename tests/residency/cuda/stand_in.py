@@ -80,10 +80,10 @@ class StandInDriver:
     def follow(self, stream: int, other: int, event: int) -> None:
         """Kernels run in one thread here."""
 
-    def gpu_memory(self, size: int, stream: int) -> Tensor:
-        if size > self.gpu_left:
+    def gpu_memory(self, sizes: list[int], stream: int) -> list[Tensor]:
+        if sum(sizes) > self.gpu_left:
             raise ConfigError("no GPU memory is left.")
-        return torch.full((size,), 0xEE, dtype=torch.uint8)
+        return [torch.full((size,), 0xEE, dtype=torch.uint8) for size in sizes]
 
     def host_memory(self, size: int) -> int:
         pages = mmap.mmap(-1, size)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from moet.errors import ConfigError
 from moet.kernels.cuda.launch import CudaError
+from moet.units import byte_size
 
 _OUT_OF_MEMORY = 2
 _NON_BLOCKING, _DISABLE_TIMING = 1, 2
@@ -114,21 +115,21 @@ class Driver:
             self._call("cuEventRecord", event, other)
             self._call("cuStreamWaitEvent", stream, event, 0)
 
-    def gpu_memory(self, size: int, stream: int) -> Tensor:
-        """uint8 [size] from PyTorch's allocator, which counts it: to be written by `stream` only,
-        and kept until its readers have ended."""
+    def gpu_memory(self, sizes: list[int], stream: int) -> list[Tensor]:
+        """uint8 tensors from PyTorch's allocator, which counts them: to be written by `stream`
+        only, and kept until their readers have ended. All or none."""
         side: Any = torch.cuda.ExternalStream(stream, self._device)  # type: ignore[no-untyped-call]
         # In the allocator's pool of that stream: other memory may still be read by kernels that
         # run, which the stream would not wait for.
         with self.current(), torch.cuda.device(self._device), torch.cuda.stream(side):
             free = torch.cuda.mem_get_info(self._device)[0]
             # Short of memory, the allocator would wait for kernels, to free what it has cached.
-            if size + _SPARE_BYTES > free:
+            if sum(sizes) + _SPARE_BYTES > free:
                 raise ConfigError(
-                    f"{size / 2**20:.0f} MiB of GPU memory are needed and {free / 2**20:.0f} MiB "
-                    "are free."
+                    f"{byte_size(sum(sizes))} of GPU memory are needed and {byte_size(free)} are "
+                    "free."
                 )
-            return torch.empty(size, dtype=torch.uint8, device=self._device)
+            return [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
 
     def host_memory(self, size: int) -> int:
         """The address, for host and device, of pinned memory."""

@@ -105,7 +105,7 @@ class GpuPlaces(ChunkedPlaces[Tensor]):
         self._stream = stream
 
     def _make(self, sizes: list[int]) -> list[Tensor]:
-        return [self._driver.gpu_memory(size, self._stream) for size in sizes]
+        return self._driver.gpu_memory(sizes, self._stream) if sizes else []
 
     def _free(self, chunk: Tensor) -> None:
         """Goes back to PyTorch's allocator by itself."""
