@@ -6,7 +6,8 @@ That wrong rows are noticed is tested here too.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -50,3 +51,22 @@ def test_a_copy_that_ends_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(DeviceCopy, "done", lambda self: True)
     with pytest.raises(AssertionError, match="rows were wrong"):
         run_block(range(60), StandInSteps)
+
+
+def test_the_owner_calls_the_driver_to_grow_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may hold the driver until the step has ended that the owner is to serve."""
+    calls: set[tuple[str, str]] = set()
+
+    def watched(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            calls.add((threading.current_thread().name, name))
+            return call(*args, **kwargs)
+
+        return run
+
+    for name, call in vars(StandInDriver).items():
+        if callable(call) and not name.startswith("_"):
+            monkeypatch.setattr(StandInDriver, name, watched(name, call))
+    run_block(range(20), StandInSteps)
+    assert ("moet-copy", "start_copies") in calls
+    assert {name for thread, name in calls if thread == "moet-residency"} <= {"gpu_memory"}
