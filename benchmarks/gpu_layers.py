@@ -9,7 +9,9 @@ from torch import Tensor
 
 from moet.formats.layout import Precision, RowLayout, max_slices
 from moet.kernels.base import SwiGLU
+from moet.kernels.cuda.decode import DecodeExperts
 from moet.kernels.cuda.experts import CudaExperts
+from moet.kernels.cuda.prefill import PrefillExperts
 from moet.kernels.cuda.shape import PRECISION_CODES, REMOTE, ExpertsShape
 
 POOL_BYTES = 24 << 30
@@ -82,9 +84,12 @@ class Layers:
         self.precision = codes.repeat(self.count, 1).cuda()
         self.factor = torch.full((model.experts, 3), 0.01, device="cuda")
 
+    @property
+    def shape(self) -> ExpertsShape:
+        return ExpertsShape.of(self.layouts, self.model.experts, self.model.top_k)
+
     def operator(self, fp8_activations: bool = False) -> CudaExperts:
-        shape = ExpertsShape.of(self.layouts, self.model.experts, self.model.top_k)
-        return CudaExperts(shape, torch.device("cuda"), fp8_activations=fp8_activations)
+        return CudaExperts(self.shape, torch.device("cuda"), fp8_activations=fp8_activations)
 
     def to_host(self, layer: int, experts: list[int]) -> Tensor:
         """Moves rows to pinned host memory; keep the result while they are used."""
@@ -115,7 +120,7 @@ class Batch:
         self.experts_read = sum(len(i) for i in read) / len(read)
         self.bytes_read = sum(int(layers.payload[i].sum()) for i in read) / len(read)
 
-    def run(self, operator: CudaExperts) -> None:
+    def run(self, operator: CudaExperts | DecodeExperts | PrefillExperts) -> None:
         """All layers, one after another."""
         layers = self._layers
         for layer, ids in enumerate(self.ids):

@@ -10,6 +10,10 @@ measured in the same run; `fraction_of_peak` the operations ÷ time ÷ cuBLAS's 
 run. `pinned` rows: 256 experts of DeepSeek-V4-Flash's shape, once each, of which some lie in host
 memory; `limit_us` is what they may take: max(all in HBM, 1.15 × remote bytes ÷ the copy engine's
 bandwidth) + 30 µs.
+
+With `--paths`, instead, each row times the same tokens through the decode kernel compiled for few
+tokens a launch, through the one for several, and through the prefill kernels, in µs; `decoded` says
+which way `CudaExperts` chooses.
 """
 
 from __future__ import annotations
@@ -30,12 +34,15 @@ from benchmarks.gpu_timing import (
     host_to_device_gbps,
 )
 from moet.bench.results import Row, write_result
-from moet.kernels.cuda.experts import CHUNKED_TOKENS
+from moet.kernels.cuda.decode import DecodeExperts
+from moet.kernels.cuda.dispatch import DECODE_TOKENS, SEVERAL_TOKENS, most_decoded
+from moet.kernels.cuda.prefill import PrefillExperts
 
 __all__ = ["MODELS", "POOL_BYTES", "Model", "elapsed_us", "hbm_read_gbps"]
 
 TOKENS = (1, 2, 4, 8, 16, 64, 512, 4096)
 REMOTE_ROWS = (0, 1, 4, 8, 32)
+PATH_TOKENS = (32, 64, 96, 128, 192, 256)
 
 
 class Bench:
@@ -54,17 +61,40 @@ class Bench:
         operator = layers.operator(fp8_activations)
         for count in tokens:
             batch = Batch(layers, count)
-            repeats = 20 if count <= CHUNKED_TOKENS else 6
+            decoded = count <= operator.decoded_tokens
+            repeats = 20 if decoded else 6
             us = self._replay.median_us(lambda b=batch: b.run(operator), repeats) / layers.count
             gbps = batch.bytes_read / us / 1e3
             tflops = model.flops(count) / us / 1e6
             yield {
-                "op": "decode" if count <= CHUNKED_TOKENS else "prefill",
+                "op": "decode" if decoded else "prefill",
                 "activations": "fp8" if fp8_activations else "bf16",
                 "model": model.name, "precision": kind, "tokens": count,
                 "experts_read": round(batch.experts_read, 1), "us": round(us, 2),
                 "gbps": round(gbps), "fraction_of_hbm": round(gbps / self.hbm, 4),
                 "tflops": round(tflops, 1), "fraction_of_peak": round(tflops / self.dense, 4),
+            }  # fmt: skip
+
+    def paths(self, model: Model, kind: str, tokens: list[int]) -> Iterator[Row]:
+        layers = Layers(model, kind, most=3)
+        shape, device = layers.shape, torch.device("cuda")
+        several = DecodeExperts(shape, device, most_tokens=SEVERAL_TOKENS)
+        ways = {
+            "us_few": DecodeExperts(shape, device, most_tokens=DECODE_TOKENS),
+            "us_several": several,
+            "us_prefill": PrefillExperts(shape, device, max_tokens=max(tokens)),
+        }
+        for count in tokens:
+            batch = Batch(layers, count)
+            times = {
+                name: self._replay.median_us(lambda w=way, b=batch: b.run(w), 8) / layers.count  # type: ignore[misc]
+                for name, way in ways.items()
+            }
+            yield {
+                "model": model.name, "precision": kind, "tokens": count,
+                "experts_read": round(batch.experts_read, 1),
+                **{name: round(us, 1) for name, us in times.items()},
+                "decoded": count <= most_decoded(shape, several.max_tokens),
             }  # fmt: skip
 
     def pinned(self) -> Iterator[Row]:
@@ -102,8 +132,10 @@ def main() -> None:
     parser.add_argument("--commit", default=None, help="of the tree, where git is not at hand")
     parser.add_argument("--models", nargs="*", default=[m.name for m in MODELS])
     parser.add_argument("--precisions", nargs="*", default=["base", "mxfp4", "nvfp4", MIXTURE])
-    parser.add_argument("--tokens", nargs="*", type=int, default=list(TOKENS))
+    parser.add_argument("--tokens", nargs="*", type=int)
+    parser.add_argument("--paths", action="store_true", help="time each way to run the tokens")
     arguments = parser.parse_args()
+    tokens = arguments.tokens or list(PATH_TOKENS if arguments.paths else TOKENS)
     torch.manual_seed(0)
     bench = Bench()
     rows: list[Row] = []
@@ -127,9 +159,12 @@ def main() -> None:
         if model.name not in arguments.models:
             continue
         for kind in arguments.precisions:
-            take(bench.experts(model, kind, arguments.tokens, fp8_activations=False))
-        if model is MODELS[0]:
-            take(bench.experts(model, "base", arguments.tokens, fp8_activations=True))
+            if arguments.paths:
+                take(bench.paths(model, kind, tokens))
+            else:
+                take(bench.experts(model, kind, tokens, fp8_activations=False))
+        if model is MODELS[0] and not arguments.paths:
+            take(bench.experts(model, "base", tokens, fp8_activations=True))
             take(bench.pinned())
         write_result(arguments.out, rows, extra)  # (a run may be cut short)
 

@@ -3,7 +3,8 @@
     python -m benchmarks.peers.merge bench/results/kernels-h200.json PEERS.json [PEERS.json …]
 
 A kernels row gets `vs: {peer: the peer's time ÷ ours}` (above 1, ours is faster) for each peer
-timed on the same model and number of tokens. All files must name the same GPU and the same run.
+timed on the same model and number of tokens, unless it is of a routing of its own (`pinned`). All
+files must name the same GPU and the same run.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def merge(kernels: Result, peers: Sequence[Result]) -> Result:
             times.setdefault((row["model"], row["tokens"]), {})[row["peer"]] = row["us"]
     rows = []
     for row in kernels["rows"]:
-        beside = times.get((row["model"], row["tokens"]), {})
+        case = row["model"], row["tokens"]
+        beside = times.get(case, {}) if row["op"] != "pinned" else {}
         ratios = {peer: round(us / row["us"], 3) for peer, us in sorted(beside.items())}
         own = {key: value for key, value in row.items() if key != "vs"}
         rows.append(own | ({"vs": ratios} if ratios else {}))
@@ -46,9 +48,10 @@ def merge(kernels: Result, peers: Sequence[Result]) -> Result:
 
 
 def write(path: Path, result: Result) -> None:
-    """As `moet.bench.results.write_result` lays files out, with the head that `result` has."""
+    """As `moet.bench.results.write_result` lays files out, but rows are without spaces."""
     head = json.dumps({k: v for k, v in result.items() if k != "rows"}, indent=1)
-    lines = ",\n".join("  " + json.dumps(row, ensure_ascii=False) for row in result["rows"])
+    rows = (json.dumps(row, ensure_ascii=False, separators=(",", ":")) for row in result["rows"])
+    lines = ",\n".join("  " + row for row in rows)
     opening = head.removesuffix("\n}")
     path.write_text(f'{opening},\n "rows": [\n{lines}\n ]\n}}\n')
 

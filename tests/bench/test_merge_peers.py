@@ -31,6 +31,7 @@ def kernels(tmp_path: Path) -> Path:
             {"op": "decode", "model": "M", "precision": "base", "tokens": 1, "us": 20.0},
             {"op": "decode", "model": "M", "precision": "mxfp4", "tokens": 1, "us": 40.0},
             {"op": "decode", "model": "M", "precision": "base", "tokens": 2, "us": 30.0},
+            {"op": "pinned", "model": "M", "precision": "base", "tokens": 1, "us": 50.0},
         ],
     )
 
@@ -53,7 +54,9 @@ def test_rows_of_the_same_model_and_tokens_get_the_ratio(
     two = result(tmp_path / "two.json", [peer("a", 1, 10.0), peer("a", 8, 10.0)])
     before = read_result(kernels)
     rows = run_merge(monkeypatch, kernels, one, two)
-    assert [row.get("vs") for row in rows] == [{"a": 0.5, "b": 3.0}, {"a": 0.25, "b": 1.5}, None]
+    assert [row.get("vs") for row in rows] == [
+        {"a": 0.5, "b": 3.0}, {"a": 0.25, "b": 1.5}, None, None,
+    ]  # fmt: skip
     after = read_result(kernels)
     assert after["environment"] == before["environment"]
     assert [{k: v for k, v in r.items() if k != "vs"} for r in after["rows"]] == before["rows"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moet.bench.results import read_result, write_result
-from moet.bench.tables import Column, Table, number, text, update
+from moet.bench.tables import Column, Pivot, Table, number, text, update
 from moet.errors import MoetError
 
 TABLE = Table("r.json", (Column("case", text("case")), Column("GB/s", number("rate", 1))))
@@ -29,6 +29,14 @@ def test_a_table_holds_the_result_files_figures(results: Path) -> None:
     assert page.endswith("after\n")
     assert "r.json" in page
     assert update(page, {"t": TABLE}, results) == page
+
+
+def test_a_pivot_has_a_column_for_each_value(tmp_path: Path) -> None:
+    rows = [("a", 4, 1.5), ("b", 1, 2.5), ("a", 1, 3.5)]
+    write_result(tmp_path / "r.json", [{"case": c, "n": n, "us": us} for c, n, us in rows])
+    pivot = Pivot("r.json", (Column("case", text("case")),), "n", number("us", 1))
+    page = update(PAGE, {"t": pivot}, tmp_path)
+    assert "| case | 1 | 4 |\n|---|---|---|\n| a | 3.5 | 1.5 |\n| b | 2.5 |  |\n" in page
 
 
 def test_a_result_says_where_it_is_from(results: Path) -> None:

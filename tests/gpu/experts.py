@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moet.formats.layout import Precision, RowLayout, decode_row
 from moet.kernels.base import SwiGLU
-from moet.kernels.cuda.experts import CudaExperts
+from moet.kernels.cuda.decode import DecodeExperts
 from moet.kernels.cuda.shape import PRECISION_CODES, ExpertsShape
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -82,9 +82,15 @@ class Layer:
             factor,
         )  # fmt: skip
 
-    def operator(self, top_k: int, out_dtype: torch.dtype = torch.float32) -> CudaExperts:
-        shape = ExpertsShape.of(self.layouts, len(self.rows), top_k)
-        return CudaExperts(shape, self.factor.device, out_dtype)
+    def shape(self, top_k: int) -> ExpertsShape:
+        return ExpertsShape.of(self.layouts, len(self.rows), top_k)
+
+    def decoding(
+        self, top_k: int, out_dtype: torch.dtype = torch.float32, most_tokens: int = 16
+    ) -> DecodeExperts:
+        return DecodeExperts(
+            self.shape(top_k), self.factor.device, out_dtype, most_tokens=most_tokens
+        )
 
     def reference(self, x: Tensor, ids: Tensor, weights: Tensor, activation: SwiGLU) -> Tensor:
         """float64 [T, hidden] on the CPU; the hidden activations are not rounded to BF16 as in the

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from moet.bench.gate_tables import GATE_TABLES
+from moet.bench.kernel_tables import KERNEL_TABLES
 from moet.bench.plan_tables import PLAN_TABLES
 from moet.bench.results import Row
 from moet.bench.tables import Column, Table, Tables, number, text
@@ -25,6 +27,8 @@ def _experts(row: Row) -> str:
 
 TABLES: Tables = {
     **PLAN_TABLES,
+    **KERNEL_TABLES,
+    **GATE_TABLES,
     "settings": settings,
     "kernels-cpu": Table(
         "kernels-cpu.json",
@@ -55,73 +59,6 @@ TABLES: Tables = {
         )
         for model in ("tiny-moe", "nano-moe")
     },
-    "kernels-h200": Table(
-        "kernels-h200.json",
-        (
-            Column("expert shape", text("model")),
-            Column("weights", text("precision")),
-            Column("tokens", number("tokens")),
-            Column("µs", number("us", 1)),
-            Column("GB/s", number("gbps")),
-            Column("of HBM read bandwidth", number("fraction_of_hbm", 0, 100, " %")),
-        ),
-        keep=lambda row: row["op"] == "decode" and row["model"] == "DeepSeek-V4-Flash",
-    ),
-    "kernels-stamps": Table(
-        "kernels-stamps.json",
-        (
-            Column("cycles until", text("reached")),
-            Column("1 token", number("cycles_1")),
-            Column("16", number("cycles_16")),
-        ),
-    ),
-    "prefill-history": Table(
-        "prefill-history.json",
-        (
-            Column("version", text("version")),
-            Column("predicted", text("predicted")),
-            Column("64 tokens, µs", number("us_64")),
-            Column("512", number("us_512")),
-            Column("4096", number("us_4096")),
-            Column("found", text("found")),
-        ),
-    ),
-    "prefill-h200": Table(
-        "prefill-h200.json",
-        (
-            Column("operator", text("op")),
-            Column("expert shape", text("model")),
-            Column("weights", text("precision")),
-            Column("activations", text("activations")),
-            Column("tokens", number("tokens")),
-            Column("µs", number("us")),
-            Column("TFLOP/s", number("tflops")),
-            Column("of cuBLAS's BF16 rate", number("fraction_of_peak", 0, 100, " %")),
-        ),
-    ),
-    "peers-h200": Table(
-        "peers-h200.json",
-        (
-            Column("operator", text("peer")),
-            Column("weights", text("precision")),
-            Column("tokens", number("tokens")),
-            Column("µs", number("us", 1)),
-            Column("of HBM read bandwidth", number("fraction_of_hbm", 0, 100, " %")),
-        ),
-        keep=lambda row: row["model"] == "DeepSeek-V4-Flash" and row["tokens"] in (1, 16, 4096),
-    ),
-    "kernels-history": Table(
-        "kernels-history.json",
-        (
-            Column("version", text("version")),
-            Column("predicted", text("predicted")),
-            Column("1 token", number("us_1", 1)),
-            Column("4", number("us_4", 1)),
-            Column("8", number("us_8")),
-            Column("16", number("us_16")),
-            Column("found", text("found")),
-        ),
-    ),
     "packing": Table(
         "packing-cpu.json",
         (

@@ -35,7 +35,32 @@ class Table:
     keep: Callable[[Row], bool] = lambda row: True
 
 
-Tables = Mapping[str, Table | Callable[[], str]]
+@dataclass(frozen=True)
+class Pivot:
+    """A table with a row for each case that the result's rows tell apart by `columns`, and a column
+    for each value of the key `across`, with `cell` of the row that has both."""
+
+    result: str
+    columns: tuple[Column, ...]
+    across: str
+    cell: Callable[[Row], str]
+    keep: Callable[[Row], bool] = lambda row: True
+
+    def table(self, rows: list[Row]) -> tuple[list[Row], Table]:
+        """The rows of the table that it amounts to, and that table."""
+        cases: dict[tuple[str, ...], Row] = {}
+        for row in rows:
+            case = tuple(column.cell(row) for column in self.columns)
+            cases.setdefault(case, row | {"cells": {}})["cells"][row[self.across]] = self.cell(row)
+        values = sorted({row[self.across] for row in rows})
+        more = tuple(
+            Column(f"{value:,}", lambda row, v=value: row["cells"].get(v, ""))  # type: ignore[misc]
+            for value in values
+        )
+        return list(cases.values()), Table(self.result, self.columns + more)
+
+
+Tables = Mapping[str, Table | Pivot | Callable[[], str]]
 
 
 def number(key: str, digits: int = 0, scale: float = 1.0, unit: str = "") -> Callable[[Row], str]:
@@ -53,14 +78,16 @@ def text(key: str) -> Callable[[Row], str]:
     return lambda row: str(row.get(key, ""))
 
 
-def render(table: Table | Callable[[], str], results: Path = RESULTS) -> str:
+def render(table: Table | Pivot | Callable[[], str], results: Path = RESULTS) -> str:
     """The Markdown table; with figures, a line that says where they come from follows."""
-    if not isinstance(table, Table):
+    if not isinstance(table, (Table, Pivot)):
         return table()
     content = read_result(results / table.result)
     rows = [row for row in content["rows"] if table.keep(row)]
     if not rows:
         raise MoetError(f"{results / table.result}: no rows for this table.")
+    if isinstance(table, Pivot):
+        rows, table = table.table(rows)
     lines = ["| " + " | ".join(column.heading for column in table.columns) + " |"]
     lines.append("|" + "---|" * len(table.columns))
     for row in rows:

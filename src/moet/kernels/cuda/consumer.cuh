@@ -122,7 +122,7 @@ __device__ __forceinline__ void finish(Total& total, const Lane& at, int tokens,
   if (at.warp == 0 && at.lane < kMostTokens)
     sums.inverse[side][at.lane] = shared.columns.inverse[passes & 1][at.lane];
   __syncwarp();
-  if (at.lane == 0) barrier_arrive(shared_address(&sums.summed[side]));
+  named_arrive(kSummed + side, kConsumers + 32);
 }
 
 struct Consumer {
@@ -159,7 +159,7 @@ struct Consumer {
       else if (precision == MXFP4) run<MXFP4, DOWN>(pass);
       else run<NVFP4, DOWN>(pass);
       __syncwarp();
-      if (at.lane == 0) barrier_arrive(shared_address(&columns.consumed[side]));
+      if (at.lane == 0 || at.warp == 0) barrier_arrive(shared_address(&columns.consumed[side]));
       passes++;
     });
   }

@@ -24,9 +24,9 @@ struct Columns {
 struct Sums {
   float sum[2][WARPS / 2][kMostTokens][64];  // by warp pair, tiles of one k block
   float inverse[2][kMostTokens];
-  u64 summed[2];  // barriers: all of a unit are there; they may be written again
-  u64 freed[2];
+  u64 freed[2];  // barriers: a side may be written again
 };
+constexpr int kSummed = 5;  // the first of two named barriers: all sums of a unit are there
 
 struct Shared {
   Plan plan;

@@ -10,15 +10,13 @@ from torch import Tensor
 from moet.errors import UnsupportedError
 from moet.kernels.base import SwiGLU
 from moet.kernels.cuda.compiler import cached_cubin
+from moet.kernels.cuda.dispatch import DECODE_TOKENS
 from moet.kernels.cuda.launch import Kernel
 from moet.kernels.cuda.shape import ExpertsShape
 from moet.kernels.cuda.target import Target
 
-DECODE_TOKENS = 16
-"""The most tokens of a launch."""
-
 _WARPS = 16
-_MAX_PAIRS = 255  # the plan counts them in bytes
+_MAX_PAIRS = 256  # the plan numbers them in bytes
 _STAGE_BYTES = 18 * 1024
 
 
@@ -26,7 +24,10 @@ class DecodeExperts:
     """The compiled kernel and its workspace, for one shape on one device.
 
     With `fp8_activations`, x and h are rounded to E4M3 where the kernel computes in FP8.
-    `max_tokens` is what a launch takes.
+
+    Args:
+        most_tokens: the most tokens of one launch; where a token has many experts, `max_tokens`,
+            which a launch takes, is smaller.
     """
 
     def __init__(
@@ -35,9 +36,10 @@ class DecodeExperts:
         device: torch.device,
         out_dtype: torch.dtype = torch.float32,
         fp8_activations: bool = False,
+        most_tokens: int = DECODE_TOKENS,
     ) -> None:
         self.shape = shape
-        self.max_tokens = min(DECODE_TOKENS, _MAX_PAIRS // shape.top_k)
+        self.max_tokens = min(most_tokens, _MAX_PAIRS // shape.top_k)
         self.device = device
         self.out_dtype = out_dtype
         self._fp8_activations = fp8_activations
@@ -96,12 +98,15 @@ class DecodeExperts:
         out: Tensor,
         accumulate: bool = False,
     ) -> None:
-        """As `CudaExperts.forward`, for at most `max_tokens` tokens."""
-        self._decode.launch(
-            (self._blocks, 1), self._threads,
-            torch.cuda.current_stream(self.device).cuda_stream,
-            [x, topk_ids, topk_weights, address_table, precision_table, factor_table,
-             *self._workspace, out, self._arrivals, len(x), self._stages,
-             float("inf") if activation.limit is None else activation.limit, int(accumulate)],
-            cooperative=True,
-        )  # fmt: skip
+        """As `CudaExperts.forward`, for any number of tokens, every `max_tokens` in a launch."""
+        limit = float("inf") if activation.limit is None else activation.limit
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        for first in range(0, len(x), self.max_tokens):
+            part = slice(first, first + self.max_tokens)
+            self._decode.launch(
+                (self._blocks, 1), self._threads, stream,
+                [x[part], topk_ids[part], topk_weights[part], address_table, precision_table,
+                 factor_table, *self._workspace, out[part], self._arrivals, len(x[part]),
+                 self._stages, limit, int(accumulate)],
+                cooperative=True,
+            )  # fmt: skip

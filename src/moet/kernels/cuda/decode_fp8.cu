@@ -27,12 +27,12 @@ __device__ __forceinline__ void initialize(int stages, int lane) {
     barrier_init(shared_address(shared.full + lane), kFullArrivals);
     barrier_init(shared_address(shared.empty + lane), WARPS);
   }
-  if (lane == 0) barrier_init(shared_address(&shared.ordered), 1);
+  if (lane == 0) barrier_init(shared_address(&shared.ordered), 32);
   if (lane < 2) {
-    barrier_init(shared_address(shared.sums.summed + lane), WARPS);
-    barrier_init(shared_address(shared.sums.freed + lane), 1);
+    barrier_init(shared_address(shared.sums.freed + lane), 32);
     barrier_init(shared_address(shared.columns.converted + lane), kConverters * 32);
-    barrier_init(shared_address(shared.columns.consumed + lane), WARPS);
+    // All lanes of the first warp arrive, for they read what undoes a token's scaling.
+    barrier_init(shared_address(shared.columns.consumed + lane), WARPS - 1 + 32);
   }
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");  // for the copy engine
@@ -58,8 +58,7 @@ decode_experts(const u16* x, const int* topk_ids, const float* topk_weights, con
       produce(plan, ring, lane);
     } else if (warp == WARPS + 1) {
       order_pairs(shared.plan, tokens * TOPK, lane);
-      __syncwarp();
-      if (lane == 0) barrier_arrive(shared_address(&shared.ordered));
+      barrier_arrive(shared_address(&shared.ordered));
       Finisher finisher{factor, lane};
       finisher.phase<false>(limit);
       finisher.phase<true>(limit);

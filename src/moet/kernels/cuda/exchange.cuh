@@ -51,7 +51,7 @@ struct Exchange {
   // its number for kMaxPairs launches, so that numbers may come round. By one warp.
   __device__ void forget(const Plan& plan, int pairs, int lane) const {
     const int pair = launch % kMaxPairs;
-    if (blockIdx.x || (pair < pairs && plan.chosen[pair] != kNobody)) return;
+    if (blockIdx.x || (pair < pairs && plan.chosen[pair] != kNone)) return;
     if (h)
       for (int i = lane; i < INTER / 2; i += 32) put(h + u64(pair) * (INTER / 2) + i, 0, 0);
     for (int i = lane; i < kInterBlocks; i += 32) put(largest + pair * kInterBlocks + i, 0, 0);

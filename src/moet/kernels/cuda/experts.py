@@ -8,24 +8,26 @@ from torch import Tensor
 from moet.errors import ConfigError
 from moet.kernels.base import SwiGLU
 from moet.kernels.cuda.decode import DecodeExperts
+from moet.kernels.cuda.dispatch import SEVERAL_TOKENS, most_decoded
 from moet.kernels.cuda.prefill import PrefillExperts
 from moet.kernels.cuda.shape import ExpertsShape
-
-CHUNKED_TOKENS = 96
-"""Up to so many tokens the decode kernel, launched for every few, is the faster one."""
 
 
 class CudaExperts:
     """Compiled kernels and workspace for one shape on one device.
 
     Layers of the same shape share an instance. `forward` may be captured in a CUDA graph; two
-    calls on one instance must not run at the same time (they share the workspace). Few tokens go
-    through the decode kernel, more through the prefill kernels; the two round differently.
+    calls on one instance must not run at the same time (they share the workspace). Up to
+    `decoded_tokens` go through the decode kernel, more through the prefill kernels; the two round
+    differently.
 
     Args:
         fp8_activations: x and h may be rounded to E4M3 where that is faster.
         prefill_tokens: the most tokens of one prefill launch, which its workspace is for.
     """
+
+    name = "cuda"
+    any_swiglu = False
 
     def __init__(
         self,
@@ -39,7 +41,9 @@ class CudaExperts:
             raise ConfigError(f"the experts' output can be float32 or bfloat16, not {out_dtype}.")
         self.shape = shape
         self.out_dtype = out_dtype
-        self._decode = DecodeExperts(shape, device, out_dtype, fp8_activations)
+        self._few = DecodeExperts(shape, device, out_dtype, fp8_activations)
+        self._several = DecodeExperts(shape, device, out_dtype, fp8_activations, SEVERAL_TOKENS)
+        self.decoded_tokens = most_decoded(shape, self._several.max_tokens)
         self._prefill = PrefillExperts(shape, device, out_dtype, fp8_activations, prefill_tokens)
 
     def forward(
@@ -64,15 +68,12 @@ class CudaExperts:
         not change while the kernels run: blocks that read different marks would share the work
         wrongly.
         """
-        if len(x) > CHUNKED_TOKENS:
-            self._prefill.forward(
-                x, topk_ids, topk_weights, address_table, precision_table, factor_table,
-                activation, out, accumulate,
-            )  # fmt: skip
-            return
-        for first in range(0, len(x), self._decode.max_tokens):
-            part = slice(first, first + self._decode.max_tokens)
-            self._decode.forward(
-                x[part], topk_ids[part], topk_weights[part], address_table, precision_table,
-                factor_table, activation, out[part], accumulate,
-            )  # fmt: skip
+        kernels: DecodeExperts | PrefillExperts = self._prefill
+        if len(x) <= self._few.max_tokens:
+            kernels = self._few
+        elif len(x) <= self.decoded_tokens:
+            kernels = self._several
+        kernels.forward(
+            x, topk_ids, topk_weights, address_table, precision_table, factor_table, activation,
+            out, accumulate,
+        )  # fmt: skip

@@ -19,7 +19,7 @@ struct Finisher {
       const float undo = plan.precision[rank] == BASE ? 1.0f : 64.0f;
       for (int unit = pass.unit; unit < pass.end; unit++) {
         const u32 side = sequence & 1;
-        barrier_wait(shared_address(&sums.summed[side]), sequence >> 1 & 1);
+        named_barrier(kSummed + side, kConsumers + 32);
         for (int token = 0; token < pass.tokens; token++) {
           float sum[2] = {0.0f, 0.0f};
 #pragma unroll
@@ -45,8 +45,7 @@ struct Finisher {
               put(exchange.largest + pair * kInterBlocks + unit, largest, exchange.launch);
           }
         }
-        __syncwarp();
-        if (lane == 0) barrier_arrive(shared_address(&sums.freed[side]));
+        barrier_arrive(shared_address(&sums.freed[side]));
         sequence++;
       }
     });

@@ -17,11 +17,11 @@ constexpr float kRemoteBlocks = 8.0f;
 // An expert with more tokens than a pass takes does so many units a pass, so that it converts
 // activations seldom and reads the units again while the L2 cache has them.
 constexpr int kPassUnits = 4;
-constexpr int kNone = 0xFF, kNobody = 0xFFFF;
+constexpr int kNone = 0xFFFF;
 constexpr int kBitmapWords = (EXPERTS + 31) / 32;
 constexpr int kPairChunks = (kMaxPairs + 31) / 32;
 static_assert(HIDDEN % kDownRows == 0, "whole down units");
-static_assert(TOPK <= 32 && kMaxPairs <= 255 && kBitmapWords <= 32, "lanes and bytes suffice");
+static_assert(TOPK <= 32 && kMaxPairs <= 256 && kBitmapWords <= 32, "lanes and bytes suffice");
 
 // A layer's work, sorted by expert; every block makes the same plan. A "rank" is the position of
 // an expert among those that some token chose; a "pair" is an index into topk_ids.
@@ -34,10 +34,10 @@ struct Plan {
   int range[2][kMaxPairs][2];  // this block's units of gate/up and of down, by rank
   int first[2], end[2];        // the ranks that it has units of
   u16 expert[kMaxPairs];       // by rank
-  u16 chosen[kMaxPairs];       // by pair, kNobody if none
+  u16 chosen[kMaxPairs];       // by pair, kNone if none
   u8 precision[kMaxPairs];
   u8 pair[kMaxPairs][MAX_TOKENS];
-  u8 order[kMaxPairs];  // a token's pairs, ascending by expert; kNone at the end
+  u16 order[kMaxPairs];        // a token's pairs, ascending by expert; kNone at the end
 };
 
 // Of an expert's gate and up, in 32 bytes a tile; its down costs half as much.
@@ -77,7 +77,7 @@ __device__ void make_plan(Plan& plan, const int* topk_ids, int tokens, const u64
   if (lane < kBitmapWords) plan.bitmap[lane] = 0;
 #pragma unroll 1
   for (int i = lane; i < pairs; i += 32)
-    plan.count[i] = 0, plan.order[i] = kNone, plan.chosen[i] = kNobody;
+    plan.count[i] = 0, plan.order[i] = kNone, plan.chosen[i] = kNone;
   __syncwarp();
   int ranks = 0, rank[kPairChunks] = {};
   if (tokens == 1) {  // whose experts differ: any order will do
@@ -196,7 +196,7 @@ __device__ void order_pairs(Plan& plan, int pairs, int lane) {
 #pragma unroll 1
   for (int pair = lane; pair < pairs; pair += 32) {
     const int expert = plan.chosen[pair], first = pair - pair % TOPK;
-    if (expert == kNobody) continue;
+    if (expert == kNone) continue;
     int position = first;  // (a token may name an expert twice)
     for (int i = first; i < first + TOPK; i++)
       position += plan.chosen[i] < expert || (plan.chosen[i] == expert && i < pair);
