@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from moet.bench.gate_tables import GATE_TABLES
 from moet.bench.kernel_tables import KERNEL_TABLES
 from moet.bench.plan_tables import PLAN_TABLES
 from moet.bench.results import Row
@@ -28,7 +27,6 @@ def _experts(row: Row) -> str:
 TABLES: Tables = {
     **PLAN_TABLES,
     **KERNEL_TABLES,
-    **GATE_TABLES,
     "settings": settings,
     "kernels-cpu": Table(
         "kernels-cpu.json",
