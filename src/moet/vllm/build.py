@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from vllm.distributed import get_world_group
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from moet.errors import ConfigError
 from moet.formats.layout import Precision
 from moet.kernels import CpuExperts, ExpertsOperator, make_operator
 from moet.settings import Settings
 from moet.vllm.gate.gate import Gate
 from moet.vllm.opened import OpenedRows, open_rows
-from moet.vllm.pools import make_manager
+from moet.vllm.pools import all_rows, make_manager, rank_file
 from moet.vllm.progress import Progress
 from moet.vllm.rank import RankExperts
 from moet.vllm.runtime import Runtime
@@ -40,7 +37,8 @@ def build_runtime(
     if current_platform.is_cuda():
         from moet.vllm.gpu_build import build_gpu_runtime  # needs CUDA's packages
 
-        return build_gpu_runtime(vllm_config, settings, opened, _heat_path(settings), tp_rank == 0)
+        heat_path = rank_file("heat_file", settings.heat_file)
+        return build_gpu_runtime(vllm_config, settings, opened, heat_path, tp_rank == 0)
     return _build(vllm_config, settings, opened, tp_rank == 0)
 
 
@@ -53,14 +51,14 @@ def _build(vllm_config: Any, settings: Settings, opened: OpenedRows, verbose: bo
         precision,
         vllm_config,
         recovery=recovery,
-        heat_path=_heat_path(settings),
+        heat_path=rank_file("heat_file", settings.heat_file),
         progress=Progress(),
     )
     operator = _operator(settings)
     if verbose:
         lines = [
             f"rows       {opened.about}",
-            f"precision  {settings.precision}: {counted(precision)}",
+            f"precision  {settings.precision}: {counted(all_rows(precision, recovery))}",
             *(f"pool       {reason}" for reason in reasons),
             f"policy     {settings.pool_policy}, {settings.pool_streaming} streaming slots a pool",
             f"operator   {operator.name}",
@@ -93,16 +91,3 @@ def _operator(settings: Settings) -> ExpertsOperator:
     operator = CpuExperts(threads=settings.threads)
     operator.warm_up()  # compiling takes seconds; not in the first request
     return operator
-
-
-def _heat_path(settings: Settings) -> Path | None:
-    """The heat file of this rank: ranks of a pipeline have other layers, and none may share one."""
-    path = settings.heat_file
-    if path is None:
-        return None
-    if not path.parent.is_dir():
-        raise ConfigError(
-            f"heat_file {path}: there is no directory {path.parent}.", "Make it, or name another."
-        )
-    rank = get_world_group().rank
-    return path if rank == 0 else path.with_name(f"{path.name}.{rank}")
