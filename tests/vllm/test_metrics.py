@@ -132,8 +132,8 @@ def test_tiers_of_a_gpu() -> None:
         "promotions": 20,
         "demotions": 18,
         "evictions": 11,
-        "requests": 9,
-        "failed_requests": 0,
+        "disk_requests": 9,
+        "failed_disk_requests": 0,
         "read_errors": 1,
     }
     for name, count in counts.items():

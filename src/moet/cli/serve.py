@@ -47,6 +47,10 @@ def serve(
         typer.Option(help="Room for 2-bit rows: auto, a share (25%), bytes (12GiB), or slots."),
     ] = None,
     fp4_pool: Annotated[str | None, typer.Option(help="Room for FP4 rows, likewise.")] = None,
+    arena: Annotated[
+        str | None,
+        typer.Option(help="On a GPU: pinned host memory for the other rows, likewise."),
+    ] = None,
     policy: Annotated[
         str | None, typer.Option(help="Which row makes room for a new one: lru, lfu, static.")
     ] = None,
@@ -67,7 +71,8 @@ def serve(
         moet serve deepseek-v4-flash-rtx-5090 --port 8001
     """
     chosen = {
-        "precision": precision, "base_pool": base_pool, "fp4_pool": fp4_pool, "policy": policy
+        "precision": precision, "base_pool": base_pool, "fp4_pool": fp4_pool, "arena": arena,
+        "policy": policy,
     }  # fmt: skip
     values: dict[str, Any] = {key: value for key, value in chosen.items() if value is not None}
     values |= dict(assignment(text) for text in option or [])

@@ -36,6 +36,8 @@ _COUNTERS = {
     "requests": "Times that a step asked for rows on disk.",
     "failed_requests": "Of these, times that a row could not be had: the step has failed.",
 }
+# "Requests" alone would be taken for those of users.
+_NAMES = {"requests": "disk_requests", "failed_requests": "failed_disk_requests"}
 _ROWS = {
     "rows": "Rows of experts that steps used, by the tier in which they were found.",
     "bytes": "Bytes of expert rows that steps used, by the tier in which they were found.",
@@ -57,7 +59,7 @@ class RanksCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         ranks = [(str(number), stats) for number, stats in enumerate(self.ranks)]
         for name, about in _COUNTERS.items():
-            counter = CounterMetricFamily(f"moet_{name}", about, labels=["rank"])
+            counter = CounterMetricFamily(f"moet_{_NAMES.get(name, name)}", about, labels=["rank"])
             for rank, stats in ranks:
                 if name in stats:
                     counter.add_metric([rank], stats[name])
