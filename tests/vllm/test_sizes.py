@@ -1,5 +1,6 @@
 """Sizes of CPU pools and of a GPU's tiers: whatever is asked, what comes out works and fits."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from moet.plan.reserve import kv_room
 from moet.residency.tiers.options import check_sizes
 from moet.settings import Settings
 from moet.vllm import pools
-from moet.vllm.pools import kv_bytes, reserve_for, size_pools
+from moet.vllm.pools import all_rows, kv_bytes, rank_file, reserve_for, size_pools
 from moet.vllm.tiers import owned_rows, size_tiers
 
 GIB = 1 << 30
@@ -293,6 +294,23 @@ def test_rows_of_each_precision() -> None:
     found = owned_rows({7: [BASE, FP4], 3: [BASE, BASE]})
     assert found[BASE].tolist() == [[True, True], [True, False]]
     assert found[FP4].tolist() == [[False, False], [False, True]]
+
+
+def test_a_file_of_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "get_world_group", lambda: SimpleNamespace(rank=0))
+    assert rank_file("heat_file", None) is None
+    assert rank_file("heat_file", tmp_path / "heat") == tmp_path / "heat"
+    monkeypatch.setattr(pools, "get_world_group", lambda: SimpleNamespace(rank=3))
+    assert rank_file("heat_file", tmp_path / "heat") == tmp_path / "heat.3"
+    with pytest.raises(ConfigError, match=r"routing_trace .*/x: there is no directory .*none"):
+        rank_file("routing_trace", tmp_path / "none" / "x")
+
+
+def test_rows_of_recovery_are_counted_where_they_are_others() -> None:
+    assert all_rows({1: [BASE, FP4], 2: [BASE, BASE]}, {1: FP4}) == {
+        1: [BASE, FP4, FP4],
+        2: [BASE, BASE],
+    }
 
 
 def cpu(values: dict[str, Any], **options: Any) -> Any:
