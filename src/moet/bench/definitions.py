@@ -6,6 +6,7 @@ from moet.bench.kernel_tables import KERNEL_TABLES
 from moet.bench.plan_tables import PLAN_TABLES
 from moet.bench.results import Row
 from moet.bench.tables import Column, Table, Tables, number, text
+from moet.bench.tier_tables import TIER_TABLES
 from moet.settings import Settings
 
 
@@ -26,6 +27,7 @@ def _experts(row: Row) -> str:
 
 TABLES: Tables = {
     **PLAN_TABLES,
+    **TIER_TABLES,
     **KERNEL_TABLES,
     "settings": settings,
     "kernels-cpu": Table(

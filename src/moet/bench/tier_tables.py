@@ -1,0 +1,75 @@
+"""The table of what a GPU's tiers add to a step."""
+
+from __future__ import annotations
+
+from moet.bench.results import Row
+from moet.bench.tables import Column, Table, Tables
+
+_TABLES = {
+    "none": "an empty kernel in place of `ensure`",
+    "copied": "`ensure` for a layer",
+    "host": "`ensure` after a request, the table read in host memory",
+}
+_ROWS = {
+    "gpu": "all rows in GPU memory",
+    "arena": "all rows in the arena",
+    "staged": "all rows in the arena, staged",
+}
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def _what(row: Row) -> str:
+    match row["case"]:
+        case "ensure":
+            tokens = f", {_count(row['tokens'], 'token')}" if "tokens" in row else ""
+            return _TABLES[row["table"]] + tokens
+        case "request":
+            busy = (
+                f", beside a busy Python thread, switch interval {row['switch_interval_us']} µs"
+                if row["busy_threads"]
+                else ""
+            )
+            return f"request to answer, median (p99){busy}"
+        case "waiting":
+            return f"waiting {row['when']}"
+        case "copy":
+            busy = ", beside a busy Python thread" if row["busy_threads"] else ""
+            return f"copies {row['way']}, {row['in_flight']} in flight{busy}"
+        case "staging":
+            return f"staging by {row['blocks']} blocks"
+        case "pinning":
+            return f"pinning by {_count(row['threads'], 'thread')}"
+        case "prefill":
+            return f"experts of a layer, {row['tokens']:,} tokens, {_ROWS[row['rows']]}"
+    return f"`{row['case']}` of {row['entries']} entries"
+
+
+def _figure(row: Row) -> str:
+    if "median_us" in row:
+        return f"{row['median_us']:,.0f} ({row['p99_us']:,.0f}) µs"
+    for key, unit in (("us", "µs"), ("gbps", "GB/s"), ("gib_s", "GiB/s"), ("layer_ms", "ms")):
+        if key in row:
+            return f"{row[key]:g} {unit}"
+    return f"{row['core_share']:.0%} of a core"
+
+
+def _shown(row: Row) -> bool:
+    kept = {
+        "ensure": row.get("tokens") != 32,
+        "publish": row.get("entries") == 6,
+        "copy": row.get("in_flight") != 4,
+        "staging": row.get("blocks") in (4, 16),
+        "pinning": not row.get("fresh") and row.get("threads") in (1, 8),
+        "prefill": row.get("tokens") != 1024,
+    }
+    return kept.get(row["case"], row["case"] != "counts")
+
+
+TIER_TABLES: Tables = {
+    "ensure-h200": Table(
+        "ensure-h200.json", (Column("what", _what), Column("figure", _figure)), _shown
+    ),
+}
