@@ -49,6 +49,20 @@ class GateSettings(BaseModel):
     )
 
 
+class AdaptiveSettings(BaseModel):
+    """The adaptive hot set: the experts that decoding uses most run at FP4."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    every: int = Field(default=64, ge=1, le=65536, description="Steps between two decisions.")
+    margin: float = Field(
+        default=1.5,
+        ge=1,
+        allow_inf_nan=False,
+        description="By what factor an expert must be used more than the one that it replaces.",
+    )
+
+
 class Settings(BaseModel):
     """Everything that can be set; immutable, and every field has a default that serves."""
 
@@ -72,6 +86,12 @@ class Settings(BaseModel):
         description="The confidence gate, as {tau, cap}: tokens whose most likely successor is "
         "less probable than tau are decided again with all experts at FP4. Both can be changed "
         "while the server runs; without this setting there is no gate, and no memory for it.",
+    )
+    adaptive: AdaptiveSettings | None = Field(
+        default=None,
+        description="The adaptive hot set, as {every, margin}: the experts that decoding uses most "
+        "run at FP4, as many as fp4_pool holds. What a request is answered then depends on what "
+        "was served before it.",
     )
     prefill_precision: Literal["base", "fp4"] = Field(
         default="base",

@@ -17,7 +17,7 @@ from tests.vllm.serving import NANO, engine, generate, make_pack, prompts
 pytestmark = pytest.mark.server
 LENGTHS = (3, 17, 40, 64, 1, 90, 5, 33, 2, 28, 16, 32, 48, 7, 11, 21)
 IDS = prompts(8192, LENGTHS)
-TOKENS = 20
+TOKENS = 16
 TAU = 0.5
 
 
@@ -143,6 +143,24 @@ def test_structured_output(llm, pack):
     assert figures(llm)["gate_fired"] > 0
 
 
+def test_the_adaptive_hot_set_follows_what_is_decoded(llm, pack):
+    configure(llm, pack)
+    base = tokens_of(run(llm, IDS[:4]))
+    hot = {"every": 4, "margin": 1.2}
+    configure(llm, pack, adaptive=hot, fp4_pool="30%", base_pool="50%")
+    runs = [tokens_of(run(llm, IDS[:4])) for _ in range(2)]
+    # Experts join after eight steps; the first one is the prompts'.
+    assert [tokens[:8] for tokens in runs[0]] == [tokens[:8] for tokens in base]
+    assert runs[1] != base
+    counts = figures(llm)
+    assert counts["history_dependent"] == 1
+    assert 15 < counts["hot_set_rows"] <= 29  # of 96
+    (stats,) = llm.collective_rpc("moet_stats")
+    assert {of["precision"] for of in stats["rows"] if of["rows"]} == {"base", "nvfp4"}
+    configure(llm, pack, adaptive=hot, fp4_pool="30%", base_pool="50%")
+    assert [tokens_of(run(llm, IDS[:4])) for _ in range(2)] == runs  # the history decides
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """Another family on two ranks, with prefix caching, and prompts that are cut."""
@@ -176,7 +194,7 @@ def counts_of(llm):
 def test_requests_that_are_preempted_and_resumed(ranks):
     """16 blocks hold few of 8 requests; what is computed twice must come out the same."""
     ids = prompts(256, LENGTHS[:8])
-    beside = tokens_of(run(ranks, ids, 50))
+    beside = tokens_of(run(ranks, ids, 40))
     metrics = {metric.name: getattr(metric, "value", 0) for metric in ranks.get_metrics()}
     assert metrics["vllm:num_preemptions"] > 0
     counts = counts_of(ranks)

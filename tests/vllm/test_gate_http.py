@@ -131,6 +131,21 @@ def test_not_on_a_gpu_yet(monkeypatch):
     assert not list(unsupported(config(), Settings.parse({})))
 
 
+@pytest.mark.parametrize(
+    ("values", "changes", "message"),
+    [
+        ({"fp4_pool": "20%", "gate": {}}, {}, "decides by itself"),
+        ({"fp4_pool": "20%", "precision": "fp4"}, {}, "decides by itself"),
+        ({}, {}, "needs a size"),
+        ({"fp4_pool": "20%"}, {"speculative_config": object()}, "draft layers"),
+    ],
+)
+def test_what_the_hot_set_cannot_be_combined_with(values, changes, message):
+    settings = Settings.parse({"adaptive": {}, **values})
+    assert message in next(unsupported(config(**changes), settings)).message
+    assert not list(unsupported(config(), Settings.parse({"adaptive": {}, "fp4_pool": "20%"})))
+
+
 def test_settings():
     (problem,) = unsupported(config(), Settings.parse({"gate": {}, "precision": "fp4"}))
     assert isinstance(problem, ConfigError)

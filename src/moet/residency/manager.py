@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,11 +17,12 @@ from moet.formats.layout import Precision
 from moet.pack.source import RowKey, RowSource
 from moet.residency.backend import HostBackend, SlotBackend
 from moet.residency.heat import Heat, HeatKeeper, load_heat
+from moet.residency.hot_set import HotSet, HotSetOptions
 from moet.residency.lease import Lease
 from moet.residency.metrics import Counters, LatencyHistogram, Metrics, Phase
 from moet.residency.policy import POLICIES
 from moet.residency.pool import Mask, SlotPool
-from moet.residency.reader import RowReader
+from moet.residency.reader import ReadResult, RowReader
 from moet.residency.recorder import TraceRecorder
 
 
@@ -36,6 +38,7 @@ class ResidencyManager(Closing):
         slots: of each precision's pool (`sizing.size_pool` makes them from a setting).
         recovery: by layer, a precision that all its experts can be leased at besides their own.
             Those rows are kept by how they are used themselves, by the same policy.
+        hot_set: experts that are used most run at recovery's precision; nothing else may then.
         streaming: slots of each pool that rows pass through without evicting what decode keeps;
             none in a pool with room for all rows.
         backend: the memory; host memory by default. policy: a name in `POLICIES`.
@@ -58,6 +61,7 @@ class ResidencyManager(Closing):
         slots: Mapping[Precision, int],
         *,
         recovery: Mapping[int, Precision] | None = None,
+        hot_set: HotSetOptions | None = None,
         streaming: int = 8,
         backend: SlotBackend | None = None,
         policy: str = "lru",
@@ -114,12 +118,15 @@ class ResidencyManager(Closing):
                     name,
                     (names == name) | (again == name),
                     slots.get(name, 0),
-                    streaming,
+                    streaming if hot_set is None or name in names else 0,
                     source.layouts[name].row_bytes,
                     self._backend,
                 )
                 for name in present
             ]
+            self._hot_set: HotSet | None = None
+            if hot_set is not None:
+                self._hot_set = self._make_hot_set(hot_set, self._hot_pool(names))
             self._fill(warm=loaded is not None, progress=progress)
         except BaseException:
             self._reader.close()
@@ -142,8 +149,8 @@ class ResidencyManager(Closing):
 
         Raises ResidencyError for a layer or an expert that does not exist.
         """
-        if recovery and not self._recovers:
-            raise ResidencyError("recovery's rows are asked for, and this manager has none.")
+        if recovery and (not self._recovers or self._hot_set is not None):
+            raise ResidencyError("recovery's rows are asked for, and this manager leases none.")
         index = self._index.get(layer)
         if index is None:
             raise ResidencyError(f"layer {layer} has no routed experts on this rank.")
@@ -209,6 +216,11 @@ class ResidencyManager(Closing):
             pools={pool.precision: pool.metrics() for pool in self._pools},
         )
 
+    @property
+    def hot_set(self) -> HotSet | None:
+        """The adaptive hot set, if there is one."""
+        return self._hot_set
+
     def close(self) -> None:
         """Stops the threads, saves the heat, frees the memory. Can be called twice."""
         if self._closed:
@@ -231,6 +243,7 @@ class ResidencyManager(Closing):
         reads = [
             (pool, slot, self._reader.start(self._key(row, pool.precision), slot))
             for pool in self._pools
+            if self._hot_set is None or pool is not self._hot_set.pool
             if warm or pool.slots == len(pool.rows)
             for row, slot in pool.preload(self._heat.log.reshape(-1))
         ]
@@ -244,6 +257,8 @@ class ResidencyManager(Closing):
         self._end_step()
         self._step += 1
         self._step_missed = False
+        if self._hot_set is not None:
+            self._hot_set.begin_step(self._step, self._heat.log.reshape(-1))
 
     def _end_step(self) -> None:
         if self._step < 0:
@@ -254,6 +269,27 @@ class ResidencyManager(Closing):
             self._keeper.end_step(self._step)
         if self._recorder is not None:
             self._recorder.end_step()
+
+    def _hot_pool(self, names: NDArray[np.str_]) -> int:
+        """The number of the pool that holds nothing but hot rows. names: of each expert's own."""
+        numbers = set(self._recovery_of.reshape(-1).tolist())
+        if len(numbers) > 1 or (names == self._pools[next(iter(numbers))].precision).any():
+            raise ConfigError(
+                "an adaptive hot set needs all experts at base precision, and one FP4 format.",
+                "Set precision to base, without draft layers.",
+            )
+        return int(numbers.pop())
+
+    def _make_hot_set(self, options: HotSetOptions, number: int) -> HotSet:
+        pool, own = self._pools[number], self._pool_of.copy().reshape(-1)
+
+        def assign(rows: NDArray[np.int64], hot: bool) -> None:
+            self._pool_of.reshape(-1)[rows] = number if hot else own[rows]
+
+        def read(row: int, slot: int) -> Future[ReadResult]:
+            return self._reader.start(self._key(row, pool.precision), slot)
+
+        return HotSet(options, pool, read, assign, self._counters)
 
     def _key(self, row: int, precision: Precision) -> RowKey:
         index, expert = divmod(row, self.num_experts)

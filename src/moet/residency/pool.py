@@ -76,6 +76,17 @@ class SlotPool:
         self._idle: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.slots))
         backend.allocate(precision, self.slots, row_bytes)
 
+    @property
+    def keepable(self) -> int:
+        """How many rows can be kept."""
+        return self._keepable
+
+    def unkeep(self, rows: I64) -> None:
+        """These rows, kept and not leased, are only passing from now on."""
+        self.kept[rows] = False
+        for slot in self._slot_of[rows].tolist():
+            self._idle[slot] = None
+
     def pin(self, rows: I64, decode: Mask, policy: Policy) -> tuple[Mask, int]:
         """Begins a lease of `rows` (ascending); `decode` marks those that decode needs.
 

@@ -44,7 +44,7 @@ def build_runtime(
 
 def _build(vllm_config: Any, settings: Settings, opened: OpenedRows, verbose: bool) -> Runtime:
     source, precision = opened.source, opened.precision
-    recovery = opened.fp4 if settings.recovers else {}
+    recovery = opened.fp4 if settings.recovers or settings.adaptive else {}
     manager, reasons = make_manager(
         settings,
         source,

@@ -14,6 +14,7 @@ from moet.formats.layout import Precision, RowLayout
 from moet.host_memory import HostMemory, host_memory
 from moet.pack import RowSource
 from moet.plan.reserve import Reserve, host_reserve, kv_room, serving_reserve, staging_bytes
+from moet.residency.hot_set import HotSetOptions
 from moet.residency.manager import ResidencyManager
 from moet.residency.sizing import Sizing, size_pool
 from moet.settings import Settings
@@ -78,11 +79,13 @@ def make_manager(
     """
     rows = all_rows(precision, recovery or {})
     sizings = size_pools(settings, rows, source.layouts, vllm_config)
+    hot = settings.adaptive
     manager = ResidencyManager(
         source,
         precision,
         {p: sizing.slots for p, sizing in sizings.items()},
         recovery=recovery or None,
+        hot_set=None if hot is None else HotSetOptions(hot.every, hot.margin),
         streaming=settings.pool_streaming,
         policy=settings.pool_policy,
         io_threads=settings.io_threads,

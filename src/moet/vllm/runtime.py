@@ -23,12 +23,13 @@ from moet.checkpoints.base import Geometry
 from moet.formats.layout import Precision
 from moet.kernels import ExpertRows, ExpertsOperator, SwiGLU
 from moet.pack import RowSource
+from moet.residency.lease import Wave
 from moet.residency.manager import ResidencyManager
 from moet.vllm.gate.gate import Gate
 from moet.vllm.layer import Biases
 from moet.vllm.phase import Fp4Tokens, decode_tokens
 from moet.vllm.rank import RankExperts, factors_of
-from moet.vllm.stats import describe, rank_stats
+from moet.vllm.stats import Figure, describe, rank_stats
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
 
@@ -96,7 +97,6 @@ class Runtime(RankExperts):
     def _accumulate(self, call: _Call, recovery: bool = False) -> None:
         """Adds up each expert's output for the tokens that it has."""
         layer, needed = call.layer, call.ids.cpu().numpy()
-        factors = (self._recovery_factors if recovery else self._factors)[layer]
         biases = self.biases.get(layer)
         with self.manager.lease(
             layer,
@@ -109,7 +109,7 @@ class Runtime(RankExperts):
                     wave.experts,
                     wave.address,
                     wave.precision,
-                    factors[wave.experts],
+                    self._factors_of(layer, wave, recovery),
                     self.source.layouts,
                     None if biases is None else biases.gate_up[wave.experts],
                 )
@@ -117,9 +117,23 @@ class Runtime(RankExperts):
                     call.x, call.ids, call.weights, rows, call.activation, call.out
                 )
 
+    def _factors_of(self, layer: int, wave: Wave, recovery: bool) -> NDArray[np.float32]:
+        """float32 [experts of the wave, 3]: their factors at the precision of their rows."""
+        own = (self._recovery_factors if recovery else self._factors)[layer][wave.experts]
+        if self.manager.hot_set is None:
+            return own
+        hot = np.array([precision == self.recovery[layer] for precision in wave.precision])
+        return np.where(hot[:, None], self._recovery_factors[layer][wave.experts], own)
+
     def stats(self) -> dict[str, Any]:
         """The rank's statistics as plain values (`stats.rank_stats`)."""
-        further = () if self.gate is None else self.gate.figures()
+        further = [] if self.gate is None else self.gate.figures()
+        if (hot := self.manager.hot_set) is not None:
+            further += [
+                Figure("hot_set_rows", "Experts of the adaptive hot set.", hot.size, "gauge"),
+                Figure("hot_set_exchanges", "Experts that another one replaced.", hot.exchanges),
+                Figure("history_dependent", "1: outputs depend on earlier requests.", 1, "gauge"),
+            ]
         return rank_stats(self.manager.metrics(), further)
 
     def close(self) -> None:

@@ -43,12 +43,14 @@ def unsupported(vllm_config: Any, settings: Settings) -> Iterator[MoetError]:
             "Start without --worker-cls, and with VLLM_ENABLE_V1_MULTIPROCESSING=1; or without "
             "the settings gate and prefill_precision.",
         )
-    if settings.recovers and not current_platform.is_cpu():
+    if (settings.recovers or settings.adaptive) and not current_platform.is_cpu():
         yield UnsupportedError(
-            "the gate, and prompts at FP4, are not supported on GPUs yet: their tiers hold every "
-            "expert at one precision.",
-            "Start without the settings gate and prefill_precision; --precision takes a map.",
+            "the gate, prompts at FP4 and the adaptive hot set are not supported on GPUs yet: "
+            "their tiers hold every expert at one precision.",
+            "Start without the settings gate, prefill_precision and adaptive; --precision takes a "
+            "map.",
         )
+    yield from _adaptive(vllm_config, settings)
     if settings.gate is None:
         return
     if settings.precision == "fp4":
@@ -58,6 +60,28 @@ def unsupported(vllm_config: Any, settings: Settings) -> Iterator[MoetError]:
         )
     for reason, remedy in _obstacles(vllm_config):
         yield UnsupportedError(f"the gate is not supported with {reason}.", remedy)
+
+
+def _adaptive(vllm_config: Any, settings: Settings) -> Iterator[MoetError]:
+    """What the adaptive hot set cannot be combined with."""
+    if settings.adaptive is None:
+        return
+    if settings.recovers or settings.precision != "base":
+        yield ConfigError(
+            "an adaptive hot set decides by itself which experts run at FP4.",
+            "Leave gate, prefill_precision and precision out, or adaptive.",
+        )
+    if settings.fp4_pool == "auto":
+        yield ConfigError(
+            "an adaptive hot set needs a size: fp4_pool is what it may grow to.",
+            'Set fp4_pool, as in --fp4-pool "20%".',
+        )
+    if vllm_config.speculative_config is not None:
+        yield UnsupportedError(
+            "an adaptive hot set with speculative decoding is not supported: draft layers run at "
+            "FP4.",
+            "Start without --speculative-config, or without the setting adaptive.",
+        )
 
 
 def _obstacles(vllm_config: Any) -> Iterator[tuple[str, str]]:
