@@ -10,8 +10,10 @@ import torch
 
 from moet.formats.layout import Precision, RowLayout
 from moet.kernels.base import OPERATORS, ExpertRows, SwiGLU
+from moet.kernels.cuda.compiler import compile_text
 from moet.kernels.cuda.decode import DecodeExperts
 from moet.kernels.cuda.experts import CudaExperts
+from moet.kernels.cuda.launch import Kernel
 from moet.kernels.cuda.prefill import PrefillExperts
 from moet.kernels.cuda.shape import REMOTE
 from tests.gpu.experts import Layer, random_routing, relative_error
@@ -61,6 +63,52 @@ def test_model_shapes(hidden: int, intermediate: int, kinds: list[str]) -> None:
     x = torch.randn(5, hidden, device="cuda").bfloat16()
     out = run(tested, tested.decoding(top_k=6), x, ids, weights)
     assert relative_error(out, tested.reference(x, ids, weights, SwiGLU())) < BOUND
+
+
+_POISON = """
+extern "C" __global__ void poison(int words) {
+  extern __shared__ volatile unsigned memory[];
+  for (int i = threadIdx.x; i < words; i += blockDim.x) memory[i] = 0xFFFFFFFFu;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def poison():  # type: ignore[no-untyped-def]
+    """Fills the shared memory of all SMs with NaN (in E4M3 and BF16), as other kernels may."""
+    properties = torch.cuda.get_device_properties(0)
+    architecture = f"{properties.major}{properties.minor}"
+    size = properties.shared_memory_per_block_optin // 4
+    kernel = Kernel(compile_text(_POISON, "poison.cu", architecture, {}), "poison", size * 4)
+    blocks = (properties.multi_processor_count, 1)
+    return lambda: kernel.launch(blocks, 512, torch.cuda.current_stream().cuda_stream, [size])
+
+
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "slices"), [(256, 128, 4), (256, 32, 1), (128, 64, 1)]
+)
+def test_nothing_is_read_that_was_not_written(poison, hidden, intermediate, slices) -> None:  # type: ignore[no-untyped-def]
+    """Narrow experts leave some warps without work; what these multiply must be there anyway."""
+    tested = layer(hidden, intermediate, slices, 16, ["base", "mxfp4", "nvfp4"])
+    operator = tested.decoding(top_k=4, out_dtype=torch.bfloat16)
+    for tokens in (1, 3, 16):
+        ids, weights = random_routing(tokens, 16, 4, seed=tokens)
+        x = torch.randn(tokens, hidden, device="cuda").bfloat16()
+        poison()
+        out = run(tested, operator, x, ids, weights)
+        assert relative_error(out.float(), tested.reference(x, ids, weights, SwiGLU())) < BOUND
+
+
+def test_what_is_not_a_number_stays_so() -> None:
+    tested = layer(512, 512, 4, 16, ["base"])
+    ids, weights = random_routing(3, 16, 4, seed=3)
+    x = torch.randn(3, 512, device="cuda").bfloat16()
+    operator = tested.decoding(top_k=4, out_dtype=torch.bfloat16)
+    for bad in (float("nan"), float("inf")):
+        x[1, 7] = bad
+        out = run(tested, operator, x, ids, weights)
+        assert not out[1].isfinite().any()
+        assert out[[0, 2]].isfinite().all()
 
 
 def test_all_tokens_choose_one_expert() -> None:

@@ -20,7 +20,11 @@ template <int P, bool DOWN, class Finish>
 __device__ __forceinline__ void accumulate(Ring& ring, const Lane& at, u32 columns, int units,
                                            Finish finish) {
   using S = Steps<P, DOWN>;
-  const u32 from = kept((columns >> 4) + at.warp / 4 * 2 * 16 | 128 >> 4 << 16);
+  const u32 base = columns >> 4 | 128 >> 4 << 16;
+  const u32 from = kept(base + at.warp / 4 * 2 * 16);
+  // What a group without k blocks of its own multiplies its zeros by: columns that are there, for
+  // what lies behind them may be NaN.
+  const u32 filler = S::kBlocks < kStride ? base : from;
   const bool second = at.mine();
   float scale[2][S::kBatch][4];
   u32 a[2][S::kBatch][2][4];
@@ -53,7 +57,7 @@ __device__ __forceinline__ void accumulate(Ring& ring, const Lane& at, u32 colum
         for (int i = 0; i < S::kBatch; i++) {
           const int block = first + (step * S::kBatch + i) * kStride;
           const bool beyond = S::kRagged && block + at.warp / 4 * 2 >= S::kBlocks;
-          const u64 b = descriptor(beyond ? from : from + block * 16);
+          const u64 b = descriptor(beyond ? filler : from + block * 16);
 #pragma unroll
           for (int h = 0; h < 2; h++) wgmma<P == BASE>(sum[h], a[now][i][h], b);
         }

@@ -159,7 +159,9 @@ __device__ __noinline__ void convert_pass(int precision, const u8* pairs, int to
       largest = __reduce_max_sync(0xFFFFFFFFu, largest);
       if (thread == 0) {
         const int exponent = largest >> 7;
-        columns.scale[side][token] = u32(min(max(261 - exponent, 1), 254)) << 23;
+        // Infinity would be clamped: the token's columns become NaN, as they are for NaN.
+        columns.scale[side][token] =
+            exponent == 255 ? 0x7FC00000u : u32(min(max(261 - exponent, 1), 254)) << 23;
         columns.inverse[side][token] = __uint_as_float(u32(min(max(exponent - 7, 0), 253)) << 23);
       }
     }

@@ -120,10 +120,11 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
 
 __device__ __forceinline__ float bf16_to_float(u16 v) { return __uint_as_float(u32(v) << 16); }
 
-// Round to nearest even; v is finite.
+// Round to nearest even; NaN stays NaN.
 __device__ __forceinline__ u16 float_to_bf16(float v) {
-  u32 b = __float_as_uint(v);
-  return u16((b + 0x7FFFu + ((b >> 16) & 1)) >> 16);
+  u16 b;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(b) : "f"(v));
+  return b;
 }
 
 __device__ __forceinline__ u32 mul_bf16x2(u32 a, u32 b) {

@@ -20,8 +20,15 @@ struct Row {  // offsets in a slice
   static constexpr u64 kSliceBytes = kDownScales + kTiles * Format<P>::kScaleBytes;
 };
 
+// What is not a number stays so (CUDA's fminf takes the other operand).
+__device__ __forceinline__ float smaller(float a, float b) {
+  float d;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
+  return d;
+}
+
 __device__ __forceinline__ float swiglu(float gate, float up, float limit) {
-  gate = fminf(gate, limit);
-  up = fminf(fmaxf(up, -limit), limit);
+  gate = smaller(gate, limit);
+  up = smaller(-smaller(-up, limit), limit);
   return __fdividef(gate, 1.0f + __expf(-gate)) * up;
 }
