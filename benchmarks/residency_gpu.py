@@ -17,42 +17,56 @@ op "prefill" are prompts of 8,192 tokens.
 from __future__ import annotations
 
 import argparse
+import json
 import mmap
 import os
 import tempfile
 import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from vllm import LLM, SamplingParams, TokensPrompt
 
+from benchmarks.gpu_timing import host_to_device_gbps
 from benchmarks.synthetic import HOT_EXPERTS, HOT_SHARE, write_model
 from moet.bench.results import Row, write_result
 from moet.checkpoints import family_of
 from moet.formats.layout import Precision
 from moet.pack.dummy import DummyRowSource
 
-PROMPT, SHORT, LONG = 16, 8, {1: 136, 8: 104, 32: 72}  # tokens
+PROMPT, SHORT = 16, 8  # tokens
 PREFILL = 8192
 SEED = 0
 
 
 @dataclass(frozen=True)
 class Case:
-    """Shares of all rows in GPU memory and in pinned memory; 1: all that is not on the GPU."""
+    """gpu, arena: shares of all rows in GPU memory and in pinned memory; 1: all that is not on the
+    GPU. tokens: of the longer run, by streams. warm_up: tokens of each of eight streams before.
+    """
 
     name: str
     gpu: float
     arena: float
+    tokens: Mapping[int, int]
+    warm_up: int = 100
+
+    @property
+    def from_disk(self) -> bool:
+        return 0 < self.arena < 1
 
 
+IN_MEMORY = {1: 136, 8: 104, 32: 72}
 CASES = [
-    Case("all-hbm", 1.0, 0.0),
-    Case("hbm50", 0.5, 1.0),
-    Case("hbm19", 0.19, 1.0),
-    Case("hbm19-arena25", 0.19, 0.25),
+    Case("all-hbm", 1.0, 0.0, IN_MEMORY),
+    Case("hbm50", 0.5, 1.0, IN_MEMORY),
+    Case("hbm19", 0.19, 1.0, IN_MEMORY),
+    # Disks are slow: few steps.
+    Case("hbm19-arena25", 0.19, 0.25, {1: 72, 8: 24}, warm_up=8),
 ]
 
 
@@ -74,7 +88,7 @@ class Bench:
         )
         self.boot_seconds = time.perf_counter() - began
         self.llm.collective_rpc("moet_prepare", args=(HOT_EXPERTS, HOT_SHARE))
-        self.vocabulary = self.llm.llm_engine.model_config.get_vocab_size()
+        self.vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
         self.total = sum(t["places"] for t in self.stats()["tiers"] if t["tier"] == "gpu")
         self._step: dict[int, float] = {}  # seconds of a step with everything on the GPU
         self.copy_gbps = self.disk_gbps = 0.0
@@ -94,43 +108,43 @@ class Bench:
             if "error" in answer:
                 raise RuntimeError(answer["error"])
             print(f"{case.name}: resized in {time.perf_counter() - began:.1f} s: {answer}")
-        if case.arena not in (0.0, 1.0):
+        if case.from_disk:
             self.llm.collective_rpc("moet_read_past_the_cache", args=(str(self._file),))
             self.disk_gbps = disk_gbps(self._file)
-        for _ in range(2):
-            self._generate(8, 200)
+        self._generate(8, case.warm_up)
 
     def decode(self, case: Case, streams: int) -> Row:
         self._generate(streams, SHORT)
-        before = self.stats()
-        short = self._generate(streams, SHORT)
-        middle = self.stats()
-        long = self._generate(streams, LONG[streams])
-        after = self.stats()
-        steps = LONG[streams] - SHORT
-        seconds = (long - short) / steps
-        taken = {
-            tier: 2 * _bytes(middle, tier) - _bytes(before, tier) - _bytes(after, tier)
-            for tier in ("gpu", "arena", "disk")
-        }
-        moved = {tier: -nbytes / steps for tier, nbytes in taken.items()}
+        snapshots, seconds = [self.stats()], []
+        for tokens in (SHORT, case.tokens[streams]):
+            seconds.append(self._generate(streams, tokens))
+            snapshots.append(self.stats())
+        steps = case.tokens[streams] - SHORT
+        step = (seconds[1] - seconds[0]) / steps
+
+        def a_step(of: Callable[[dict[str, Any], str], int]) -> dict[str, float]:
+            """What the longer run has more than the shorter one, for each of its further steps."""
+            found = {}
+            for tier in ("gpu", "arena", "disk"):
+                before, middle, after = (of(snapshot, tier) for snapshot in snapshots)
+                found[tier] = (after - 2 * middle + before) / steps
+            return found
+
+        rows, nbytes = a_step(_rows), a_step(_bytes)
         if case.name == "all-hbm":
-            self._step[streams] = seconds
-        predicted = self._step[streams]
+            self._step[streams] = step
+        predicted = self._step.get(streams, 0.0)
         for tier, gbps in (("arena", self.copy_gbps), ("disk", self.disk_gbps)):
-            if moved[tier]:
-                predicted += moved[tier] / gbps / 1e9
-        rows = {tier: _rows(after, tier) - _rows(middle, tier) for tier in ("gpu", "arena", "disk")}
-        remote = (rows["arena"] + rows["disk"]) / (after["steps"] - middle["steps"])
+            if nbytes[tier]:
+                predicted += nbytes[tier] / gbps / 1e9
         return {
             "op": "decode", "case": case.name, "streams": streams,
-            "tok_s": round(streams / seconds, 1), "ms": round(seconds * 1e3, 3),
-            "gbps": round(sum(moved.values()) / seconds / 1e9, 1),
-            "predicted_tok_s": round(streams / predicted, 1),
+            "tok_s": round(streams / step, 1), "ms": round(step * 1e3, 3),
+            "gbps": round(sum(nbytes.values()) / step / 1e9, 1),
+            "predicted_tok_s": round(streams / predicted, 1) if predicted else None,
             "hit_rate": round(rows["gpu"] / sum(rows.values()), 4),
-            "remote_rows_per_step": round(remote, 2),
-            "gpu_mb": round(moved["gpu"] / 1e6, 1), "arena_mb": round(moved["arena"] / 1e6, 1),
-            "disk_mb": round(moved["disk"] / 1e6, 1),
+            "remote_rows_per_step": round(rows["arena"] + rows["disk"], 2),
+            **{f"{tier}_mb": round(size / 1e6, 1) for tier, size in nbytes.items()},
         }  # fmt: skip
 
     def prefill(self, case: Case) -> Row:
@@ -152,16 +166,15 @@ class Bench:
 
     def _generate(self, streams: int, tokens: int) -> float:
         """Seconds."""
-        sampling = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, seed=SEED,
-                                  detokenize=False)  # fmt: skip
+        sampling = SamplingParams(
+            temperature=1.0, max_tokens=tokens, ignore_eos=True, detokenize=False
+        )
         prompts = self._prompts(streams, PROMPT, tokens)
         began = time.perf_counter()
         self.llm.generate(prompts, sampling, use_tqdm=False)
         return time.perf_counter() - began
 
     def _prompts(self, streams: int, tokens: int, seed: int) -> list[TokensPrompt]:
-        import numpy as np
-
         ids = np.random.default_rng(seed).integers(3, self.vocabulary, (streams, tokens))
         return [TokensPrompt(prompt_token_ids=row.tolist()) for row in ids]
 
@@ -199,7 +212,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--commit", default=None, help="of the tree, where git is not at hand")
     parser.add_argument("--cases", nargs="*", default=[c.name for c in CASES])
-    parser.add_argument("--streams", nargs="*", type=int, default=list(LONG))
+    parser.add_argument("--streams", nargs="*", type=int, default=list(IN_MEMORY))
     parser.add_argument("--layers", type=int, default=None, help="fewer than the model's, to try")
     parser.add_argument("--rows-gib", type=float, default=8, help="of the file that rows are from")
     parser.add_argument("--gpu", type=float, default=0.97, help="vLLM's share of GPU memory")
@@ -209,8 +222,6 @@ def main() -> None:
 
 
 def run(arguments: argparse.Namespace, directory: Path) -> None:
-    import json
-
     changes = {} if arguments.layers is None else {"num_hidden_layers": arguments.layers}
     model = write_model(directory / "model", **changes)
     config = json.loads((model / "config.json").read_text())
@@ -218,8 +229,6 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
     row_bytes = source.layouts[Precision.BASE].row_bytes
     rows_file = directory / "rows.bin"
     source.write_rows(rows_file, Precision.BASE, int(arguments.rows_gib * 2**30) // row_bytes)
-    from benchmarks.gpu_timing import host_to_device_gbps
-
     copy_gbps = host_to_device_gbps()
     bench = Bench(
         model,
@@ -248,7 +257,7 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
         if case.name not in arguments.cases:
             continue
         bench.enter(case)
-        for streams in arguments.streams:
+        for streams in sorted(set(arguments.streams) & set(case.tokens)):
             rows.append(bench.decode(case, streams))
             print(rows[-1], flush=True)
         rows.append(bench.prefill(case))

@@ -1,9 +1,9 @@
-"""The table of what a GPU's tiers add to a step."""
+"""The tables of a GPU's tiers: what they add to a step, and how fast they serve."""
 
 from __future__ import annotations
 
 from moet.bench.results import Row
-from moet.bench.tables import Column, Table, Tables
+from moet.bench.tables import Column, Table, Tables, number, text
 
 _TABLES = {
     "none": "an empty kernel in place of `ensure`",
@@ -71,5 +71,18 @@ def _shown(row: Row) -> bool:
 TIER_TABLES: Tables = {
     "ensure-h200": Table(
         "ensure-h200.json", (Column("what", _what), Column("figure", _figure)), _shown
+    ),
+    "residency-h200": Table(
+        "residency-h200.json",
+        (
+            Column("case", text("case")),
+            Column("streams", number("streams")),
+            Column("tokens/s", number("tok_s")),
+            Column("expert rows, GB/s", number("gbps")),
+            Column("predicted tokens/s", number("predicted_tok_s")),
+            Column("rows found in GPU memory", number("hit_rate", 1, 100, " %")),
+            Column("others a step", number("remote_rows_per_step", 1)),
+        ),
+        lambda row: row["op"] == "decode",
     ),
 }
