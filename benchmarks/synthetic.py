@@ -20,7 +20,7 @@ LAYERS, EXPERTS, TOP_K = 43, 256, 6
 HOT_EXPERTS = 49  # of a layer: 19 %
 HOT_SHARE = 0.96  # of the routings
 
-_CONFIG = {
+CONFIG: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",
     "vocab_size": 129280,
@@ -63,7 +63,7 @@ _CONFIG = {
 def write_model(directory: Path, **changes: Any) -> Path:
     """Writes the config.json; `changes` replace keys of it."""
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(_CONFIG | changes))
+    (directory / "config.json").write_text(json.dumps(CONFIG | changes))
     return directory
 
 

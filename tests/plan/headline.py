@@ -14,6 +14,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from benchmarks.synthetic import CONFIG
+
 Tensor = tuple[str, str, tuple[int, ...]]  # name, dtype, shape
 
 NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
@@ -228,6 +230,37 @@ def _ends(inner: str, outer: str, vocabulary: int, hidden: int) -> list[Tensor]:
         (f"{inner}norm.weight", "BF16", (hidden,)),
         (f"{outer}lm_head.weight", "BF16", (vocabulary, hidden)),
     ]
+
+
+def synthetic(path: Path) -> Path:
+    """The model of benchmarks/synthetic.py, with experts in NVFP4."""
+    config = CONFIG | {"quantization_config": NVFP4}
+    tensors = _ends("model.", "", config["vocab_size"], config["hidden_size"])
+    for i in range(config["num_hidden_layers"]):
+        tensors += _synthetic_layer(f"model.layers.{i}.", config)
+    return write_headers(path, config, tensors, 4)
+
+
+def _synthetic_layer(p: str, c: dict[str, Any]) -> Iterator[Tensor]:
+    hidden, heads, latent = c["hidden_size"], c["num_attention_heads"], c["kv_lora_rank"]
+    query, rope = c["q_lora_rank"], c["qk_rope_head_dim"]
+    key, value = c["qk_nope_head_dim"], c["v_head_dim"]
+    for name, shape in {
+        "q_a_proj": (query, hidden),
+        "q_b_proj": (heads * (key + rope), query),
+        "kv_a_proj_with_mqa": (latent + rope, hidden),
+        "kv_b_proj": (heads * (key + value), latent),
+        "o_proj": (hidden, heads * value),
+    }.items():
+        yield f"{p}self_attn.{name}.weight", "BF16", shape
+    for name, width in (
+        ("self_attn.q_a_layernorm", query),
+        ("self_attn.kv_a_layernorm", latent),
+        ("input_layernorm", hidden),
+        ("post_attention_layernorm", hidden),
+    ):
+        yield f"{p}{name}.weight", "BF16", (width,)
+    yield from _ffn(p, c, dense=False, experts="nvfp4")
 
 
 HEADLINE = {

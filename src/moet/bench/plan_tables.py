@@ -55,6 +55,17 @@ def _missing_or_limit(row: Row) -> str:
 PLAN_TABLES: Tables = {
     "gpus": gpus,
     "plan-inputs": assumptions,
+    "plan-check": Table(
+        "plan-check.json",
+        (
+            Column("case", text("case")),
+            Column("streams", number("streams")),
+            Column("measured, tokens/s", number("measured")),
+            Column("predicted", number("predicted")),
+            Column("range", lambda row: f"{row['low']:,.0f} to {row['high']:,.0f}"),
+            Column("predicted ÷ measured", number("ratio", 2)),
+        ),
+    ),
     "plans": Table(
         "plans.json",
         (

@@ -83,6 +83,6 @@ TIER_TABLES: Tables = {
             Column("rows found in GPU memory", number("hit_rate", 1, 100, " %")),
             Column("others a step", number("remote_rows_per_step", 1)),
         ),
-        lambda row: row["op"] == "decode",
+        lambda row: str(row["op"]) == "decode",
     ),
 }
