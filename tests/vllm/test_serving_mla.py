@@ -1,6 +1,7 @@
 """The embedded model served by vLLM: right at each precision, and the same from any pool."""
 
 import itertools
+from collections import Counter
 
 import pytest
 
@@ -10,6 +11,9 @@ from moet.eval.reference import load_reference
 from moet.eval.sources import fp4_experts
 from moet.formats import Precision
 from moet.pack import Pack, PackRowSource
+from moet.residency.tiers import Tier, TierOptions, TierSizes
+from moet.residency.tiers.simulate import simulate
+from moet.residency.tiers.trace import RoutingTrace
 from tests.vllm.serving import (
     NANO,
     engine,
@@ -100,3 +104,24 @@ def test_a_map_mixes_precisions_and_pools_change_nothing(llm, pack, tmp_path):
     again = run(llm)
     assert (tokens, digest) == again[:2]
     assert {of["precision"] for of in again[2]["rows"] if of["rows"]} == {"base", "nvfp4"}
+
+
+def test_a_recorded_trace_is_what_was_served(llm, pack, tmp_path):
+    """All of it; and the simulation of the tiers predicts about the hits that the pools had."""
+    path = tmp_path / "trace.safetensors"
+    configure(llm, pack, base_pool="50%", policy="static", routing_trace=str(path))
+    _, _, stats = run(llm)
+    configure(llm, pack)  # ends the recording
+    trace = RoutingTrace.load(path)
+    served = {phase: Counter() for phase in ("decode", "scan")}
+    for of in stats["rows"]:
+        served[of["phase"]][of["tier"]] += of["rows"]
+    in_prompts = trace.prefill[trace.step]
+    assert served["scan"].total() == in_prompts.sum() > 0
+    assert served["decode"].total() == (~in_prompts).sum() > 0
+    assert int(trace.use(trace.steps).sum()) == served["decode"].total()
+    slots = stats["pools"]["base"]["slots"]
+    options = TierOptions(policy="static", plan_every=1, streaming=8)
+    predicted = simulate(trace, TierSizes(0, slots), options)
+    live = served["decode"]["memory"] / served["decode"].total()
+    assert predicted.share(Tier.ARENA) == pytest.approx(live, abs=0.1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from moet.bench.kernel_tables import KERNEL_TABLES
 from moet.bench.plan_tables import PLAN_TABLES
 from moet.bench.results import Row
+from moet.bench.routing_tables import ROUTING_TABLES
 from moet.bench.tables import Column, Table, Tables, number, text
 from moet.bench.tier_tables import TIER_TABLES
 from moet.settings import Settings
@@ -29,6 +30,7 @@ TABLES: Tables = {
     **PLAN_TABLES,
     **TIER_TABLES,
     **KERNEL_TABLES,
+    **ROUTING_TABLES,
     "settings": settings,
     "kernels-cpu": Table(
         "kernels-cpu.json",

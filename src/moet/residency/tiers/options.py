@@ -42,7 +42,7 @@ class TierOptions:
     """
 
     policy: str = "lfu"
-    half_life: float = 1024
+    half_life: float = 64
     margin: float = 0.25
     plan_every: int = 16
     max_moves: int = 16
