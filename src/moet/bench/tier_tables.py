@@ -65,7 +65,7 @@ def _shown(row: Row) -> bool:
         "pinning": not row.get("fresh") and row.get("threads") in (1, 8),
         "prefill": row.get("tokens") != 1024,
     }
-    return kept.get(row["case"], row["case"] != "counts")
+    return bool(kept.get(row["case"], row["case"] != "counts"))
 
 
 TIER_TABLES: Tables = {
