@@ -57,7 +57,7 @@ def _figure(row: Row) -> str:
 
 
 def _shown(row: Row) -> bool:
-    kept = {
+    kept: dict[str, bool] = {
         "ensure": row.get("tokens") != 32,
         "publish": row.get("entries") == 6,
         "copy": row.get("in_flight") != 4,
