@@ -23,7 +23,15 @@ FP8_SINCE = (8, 9)
 
 def compiled(source: str, capability: tuple[int, int], fp8: bool) -> bytes:
     target = Target.of(*capability)
-    defines = SHAPE | target.defines() | {"FP8_ACTIVATIONS": int(fp8), "OUT_BF16": 0}
+    defines = (
+        SHAPE
+        | target.defines()
+        | {
+            "FP8_ACTIVATIONS": int(fp8),
+            "OUT_BF16": 0,
+            "PRECISIONS": 7,
+        }
+    )
     return compile_cubin(source, target.architecture, defines)
 
 

@@ -58,7 +58,7 @@ class PrefillExperts:
             self._source = "prefill_sm90.cu" if target.wgmma else "prefill.cu"
             defines = shape.defines() | target.defines() | {
                 "FP8_ACTIVATIONS": int(self._e4m3), "TILE_TOKENS": _TILE_TOKENS[self._source],
-                "OUT_BF16": int(out_dtype is torch.bfloat16),
+                "PRECISIONS": shape.precision_bits, "OUT_BF16": int(out_dtype is torch.bfloat16),
             }  # fmt: skip
             around = cached_cubin("prefill_prepare.cu", target.architecture, defines)
             self._prepare = Kernel(around, "prepare")

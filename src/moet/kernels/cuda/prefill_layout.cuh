@@ -1,7 +1,8 @@
 // The work of a prefill call, and where an expert's tiles lie in memory and in a stage.
 //
-// Compile-time: HIDDEN, INTER, SLICES, EXPERTS, TOPK, TILE_TOKENS (the most tokens of a tile) and
-// FP8_ACTIVATIONS: whether the activations of base rows are E4M3.
+// Compile-time: HIDDEN, INTER, SLICES, EXPERTS, TOPK, TILE_TOKENS (the most tokens of a tile),
+// FP8_ACTIVATIONS: whether the activations of base rows are E4M3; PRECISIONS: those that there are
+// rows of, a bit each.
 #pragma once
 #include "fp8.cuh"
 #include "row.cuh"
@@ -93,10 +94,16 @@ struct Kind {
   static constexpr int kValue = VALUE;
 };
 
-// f(Kind<precision>), compiled for each.
+constexpr bool compiled_for(int precision) { return PRECISIONS >> precision & 1; }
+
+// f(Kind<precision>), compiled for each of PRECISIONS: most of the compiler's time goes into it.
 template <class F>
 __device__ __forceinline__ void each_precision(int precision, F f) {
-  if (precision == BASE) f(Kind<BASE>());
-  else if (precision == MXFP4) f(Kind<MXFP4>());
-  else f(Kind<NVFP4>());
+  if (compiled_for(BASE) && precision == BASE) {
+    if constexpr (compiled_for(BASE)) f(Kind<BASE>());
+  } else if (compiled_for(MXFP4) && precision == MXFP4) {
+    if constexpr (compiled_for(MXFP4)) f(Kind<MXFP4>());
+  } else if constexpr (compiled_for(NVFP4)) {
+    f(Kind<NVFP4>());
+  }
 }

@@ -18,13 +18,17 @@ result is the same."""
 
 @dataclass(frozen=True)
 class ExpertsShape:
-    """A layer's geometry on one rank. `slices` are those of the rank's rows."""
+    """A layer's geometry on one rank.
+
+    slices: of the rank's rows. precisions: those that there are rows of.
+    """
 
     hidden: int
     intermediate: int
     slices: int
     num_experts: int
     top_k: int
+    precisions: frozenset[Precision] = frozenset(PRECISION_CODES)
 
     @classmethod
     def of(
@@ -34,7 +38,7 @@ class ExpertsShape:
         shapes = {(v.hidden, v.intermediate, v.slices) for v in layouts.values()}
         if len(shapes) != 1:
             raise UnsupportedError(f"the rows of a layer differ in geometry: {sorted(shapes)}.")
-        return cls(*shapes.pop(), num_experts, top_k)
+        return cls(*shapes.pop(), num_experts, top_k, frozenset(layouts))
 
     def defines(self) -> dict[str, int]:
         """The compile-time constants of the sources."""
@@ -42,3 +46,8 @@ class ExpertsShape:
             "HIDDEN": self.hidden, "INTER": self.intermediate, "SLICES": self.slices,
             "EXPERTS": self.num_experts, "TOPK": self.top_k,
         }  # fmt: skip
+
+    @property
+    def precision_bits(self) -> int:
+        """`precisions`, a bit for each code."""
+        return sum(1 << PRECISION_CODES[precision] for precision in self.precisions)
