@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moet.bench.gate_tables import GATE_TABLES
 from moet.bench.kernel_tables import KERNEL_TABLES
 from moet.bench.plan_tables import PLAN_TABLES
 from moet.bench.results import Row
@@ -31,6 +32,7 @@ TABLES: Tables = {
     **TIER_TABLES,
     **KERNEL_TABLES,
     **ROUTING_TABLES,
+    **GATE_TABLES,
     "settings": settings,
     "kernels-cpu": Table(
         "kernels-cpu.json",

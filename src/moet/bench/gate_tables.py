@@ -1,0 +1,58 @@
+"""The tables of what the confidence gate was measured to do."""
+
+from __future__ import annotations
+
+from moet.bench.results import Row
+from moet.bench.tables import Column, Table, Tables, number
+
+_WORDS = {"fp4": "FP4", "base": "base"}
+_TASKS = {"tasks": "exact answers", "last_word": "last words"}
+
+
+def _setting(row: Row) -> str:
+    kind, _, value = row["setting"].partition("-")
+    match kind:
+        case "tau":
+            return f"gate, τ = {value}"
+        case "map":
+            return f"map, {value} % at FP4"
+    return _WORDS[kind]
+
+
+def _change(other: str) -> Column:
+    def cell(row: Row) -> str:
+        if row["setting"] == other:
+            return ""
+        gained, lost = row[f"gained_on_{other}"], row[f"lost_to_{other}"]
+        return f"+{gained} −{lost}, p = {row[f'p_{other}']:.2g}"
+
+    return Column(f"against {_WORDS[other]}", cell)
+
+
+GATE_TABLES: Tables = {
+    "gate-tiny-moe": Table(
+        "gate-tiny-moe.json",
+        (
+            Column("tiny-moe, level 3", _setting),
+            Column("KL to FP4, nats", number("kl", 3)),
+            Column("± s.e.", number("kl_se", 3)),
+            Column("change from base", number("kl_change", 3)),
+            Column("± s.e.", number("kl_change_se", 3)),
+            Column("same top-1", number("top1", 1, 100, " %")),
+            Column("decided again", number("fired", 0, 100, " %")),
+            Column("tokens/s", number("tokens_per_second")),
+        ),
+        keep=lambda row: "kl" in row,
+    ),
+    "gate-answers-tiny-moe": Table(
+        "gate-tiny-moe.json",
+        (
+            Column("tiny-moe, level 3", _setting),
+            Column("items", lambda row: f"{row['items']} {_TASKS[row['task']]}"),
+            Column("right", number("right", 1, 100, " %")),
+            _change("fp4"),
+            _change("base"),
+        ),
+        keep=lambda row: "task" in row,
+    ),
+}
