@@ -111,6 +111,15 @@ def test_metrics_are_in_vllms_own(server: Server) -> None:
     assert places.value == stats["pools"]["base"]["slots"]
 
 
+def test_a_cpu_keeps_the_size_of_its_pools(server: Server) -> None:
+    url = f"{server.url}/v1/moet/resize"
+    assert httpx.post(url, json={"base_pool": "50%"}).status_code == 401
+    answer = httpx.post(url, json={"base_pool": "50%"}, headers=KEY)
+    assert answer.status_code == 400
+    assert "the pools of a CPU keep the size" in answer.text
+    assert ask(server.url, "The list")
+
+
 def test_the_plugin_alone_is_enough(tmp_path: Path) -> None:
     """`vllm serve MODEL --quantization moet`, without our command."""
     packed = subprocess.run(
