@@ -40,7 +40,6 @@ GATE_TABLES: Tables = {
             Column("± s.e.", number("kl_change_se", 3)),
             Column("same top-1", number("top1", 1, 100, " %")),
             Column("decided again", number("fired", 0, 100, " %")),
-            Column("tokens/s", number("tokens_per_second")),
         ),
         keep=lambda row: "kl" in row,
     ),
