@@ -53,18 +53,28 @@ class EndsFailedSteps:
         return result
 
     def _end(self, scheduler_output: Any, error: str) -> list[Any]:
-        """Ends the step's requests, and those that came to share a block which it wrote."""
-        ids = {i for i in scheduler_output.num_scheduled_tokens if i in self.requests}
+        """Ends the step's requests, and those that came to share a block which it wrote.
+
+        Where a request of the step is gone meanwhile, nobody knows its blocks any more: all that
+        run are ended, and nothing of the prefix cache is kept.
+        """
+        scheduled = set(scheduler_output.num_scheduled_tokens)
+        ids = {i for i in scheduled if i in self.requests}
         written = self._written(scheduler_output, ids)
-        ids |= {
-            request.request_id
-            for request in self.running
-            if written & _blocks(self.kv_cache_manager.get_block_ids(request.request_id))
-        }
+        suspects = {block for _, block in written}
+        if ids == scheduled:
+            ids |= {
+                request.request_id
+                for request in self.running
+                if written & _blocks(self.kv_cache_manager.get_block_ids(request.request_id))
+            }
+        else:
+            ids |= {request.request_id for request in self.running}
+            suspects = set(range(self.kv_cache_config.num_blocks))
         logger.error(
             "moet: %s Its %d requests end with an error: %s.", error, len(ids), ", ".join(ids)
         )
-        self.kv_cache_manager.evict_blocks({block for _, block in written})
+        self.kv_cache_manager.evict_blocks(suspects)
         ended: list[Any] = self.finish_requests(ids, RequestStatus.FINISHED_ERROR)
         return ended
 
