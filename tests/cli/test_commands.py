@@ -73,3 +73,16 @@ def test_help_teaches(moet: Moet, command: str) -> None:
 
 def test_version(moet: Moet) -> None:
     assert moet("--version").out.startswith("moet ")
+
+
+def test_random_weights_need_no_pack(
+    moet: Moet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr("moet.cli.serve.os.execve", lambda path, line, env: commands.append(line))
+    (tmp_path / "config.json").write_text("{}")
+    moet("serve", tmp_path, "--load-format", "dummy", "--port", "18999")
+    (command,) = commands
+    assert command[command.index("--load-format") + 1] == "dummy"
+    config = json.loads(command[command.index("--additional-config") + 1])
+    assert config == {"moet": {}}

@@ -69,6 +69,7 @@ def serve(
 
         moet serve ./nano-moe --base-pool 25% --port 8001 --max-model-len 2048
         moet serve deepseek-v4-flash-rtx-5090 --port 8001
+        moet serve ./only-a-config --load-format dummy   (random weights: speed without a model)
     """
     chosen = {
         "precision": precision, "base_pool": base_pool, "fp4_pool": fp4_pool, "arena": arena,
@@ -87,7 +88,11 @@ def serve(
     Settings.parse(values)
     _check_port(rest)
     path = local_checkpoint(model, recipe.revision if recipe else None)
-    values["pack"] = str(find_pack(path, pack or values.get("pack"), make=make))
+    pack = pack or values.get("pack")
+    if _option(rest, "--load-format") != "dummy":
+        pack = find_pack(path, pack, make=make)
+    if pack is not None:
+        values["pack"] = str(Path(pack).resolve())
     command = serve_command(str(path), values, theirs, rest)
     os.execve(command[0], command, serve_environment())
 
