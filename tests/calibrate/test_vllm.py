@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -215,6 +215,39 @@ def test_level_3_sees_what_the_pack_computes(
         fp4 = calibrations[0].layer(layer)
         assert fp4 is not None
         assert not near(fp4.x, expected[layer][0])
+
+
+class StoppedError(Exception):
+    pass
+
+
+def test_level_3_goes_on_where_it_stopped(
+    calibrations: tuple[Calibration, Calibration], llm: LLM, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    last = checkpoint.geometry.moe_layers[-1]
+
+    def make(out: Path, progress: Callable[[int, int], None]) -> None:
+        partial = Path(f"{out}.partial")
+        with SequentialSamples(
+            calibrations[0], partial, lambda: nullcontext(llm), progress
+        ) as samples:
+            write_pack(checkpoint, out, quantizer=SequentialQuantizer(samples), workers=2)
+
+    def stop(layer: int, done: int) -> None:
+        if (layer, done) == (last, 2):
+            raise StoppedError
+
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    make(whole, lambda layer, done: None)
+    with pytest.raises(StoppedError):
+        make(resumed, stop)
+    assert not resumed.exists()
+    passes: list[int] = []
+    make(resumed, lambda layer, done: passes.append(layer))
+    assert passes == [last] * COUNT  # the layers before are not computed again
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["resumed", "whole"]
+    for path in whole.iterdir():
+        assert path.read_bytes() == (resumed / path.name).read_bytes(), path.name
 
 
 def test_engine_options_that_are_calibrations_own(model: Path, pack: Path) -> None:
