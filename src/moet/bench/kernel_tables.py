@@ -78,6 +78,17 @@ KERNEL_TABLES: Tables = {
         _ratio,
         lambda row: _shown(row) and "marlin-mxfp4" in row.get("vs", {}),
     ),
+    "kernels-vs-short": Pivot(
+        BENCHMARK,
+        _SHAPE[:1],
+        "tokens",
+        _ratio,
+        lambda row: (
+            "marlin-mxfp4" in row.get("vs", {})
+            and (row["precision"], row["activations"]) == ("base", "bf16")
+            and row["tokens"] in (1, 4, DECODE_TOKENS, 4096)
+        ),
+    ),
     "kernels-dispatch": Table(
         "dispatch-h200.json",
         (
