@@ -112,8 +112,10 @@ def cpu_steps() -> list[Step]:
 
 def cuda_steps() -> list[Step]:
     return [
-        ("vLLM 0.32, CUDA build, and what it needs", lambda: pip("-r", str(CUDA_LIST))),
-        ("moet", lambda: pip("--no-deps", "-e", ".")),
+        (
+            "vLLM 0.32, CUDA build, and moet, with what they need",
+            lambda: pip("-r", str(CUDA_LIST), "-e", ".[cuda,plot,dev]"),
+        ),
     ]
 
 
