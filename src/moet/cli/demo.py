@@ -88,7 +88,7 @@ def demo(
         figures = _sizes(checkpoint, pack, stats) | {
             "tokens_per_second": answer.rate,
             "hit_rate": stats["hit_rate"],
-            "memory_bytes": stats["memory_bytes"],
+            "memory_bytes": sum(of["bytes"] for of in stats["rows"] if of["tier"] != "disk"),
             "disk_bytes": stats["disk_bytes"],
             "kl": mean.kl,
             "kl_se": mean.kl_se,
@@ -144,7 +144,12 @@ def _sizes(checkpoint: Checkpoint, pack: Pack, stats: dict[str, Any]) -> dict[st
         "base_bytes": sum(
             layer.layout.base.row_bytes * layer.layout.experts for layer in pack.layers.values()
         ),
-        "resident_bytes": sum(p["slots"] * p["row_bytes"] for p in stats["pools"].values()),
+        # In GPU memory, where there is one.
+        "resident_bytes": sum(
+            tier["places"] * tier["row_bytes"]
+            for tier in stats["tiers"]
+            if tier["tier"] in ("gpu", "memory")
+        ),
     }
 
 
