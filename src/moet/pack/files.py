@@ -86,6 +86,8 @@ class StorageFile:
         if not self._direct:
             return _read_exact(self._fd, [item.data for item in buffers], offset)
         length = sum(item.nbytes for item in buffers)
+        if not length:
+            return 0
         if len(buffers) == 1 and _aligned(offset, length, buffers[0].ctypes.data):
             return _read_exact(self._fd, [buffers[0].data], offset)
         start = offset - offset % ROW_ALIGN
