@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moet.errors import CheckpointError, PackError
@@ -31,6 +31,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lengths=st.lists(st.integers(0, 9000) | st.just(4096), min_size=1, max_size=4),
     shift=st.sampled_from([0, 1]),
 )
+@example(offset=0, lengths=[0, 0], shift=0)
 def test_reads_are_exact(
     path: Path, direct_io: bool, offset: int, lengths: list[int], shift: int
 ) -> None:
