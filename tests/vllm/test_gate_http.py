@@ -11,7 +11,8 @@ from moet.errors import ConfigError, UnsupportedError
 from moet.settings import Settings
 from moet.vllm.gate import checks
 from moet.vllm.gate.checks import unsupported
-from moet.vllm.gate.http import attach_gate, guarded
+from moet.vllm.gate.http import attach_gate
+from moet.vllm.guard import guarded
 
 
 class Engine:

@@ -12,7 +12,7 @@ from moet.errors import ConfigError
 from moet.formats.layout import Precision
 from moet.residency.tiers import TierSizes
 from moet.vllm.endpoints import RESIZE_PATH, create
-from moet.vllm.gate.http import guarded
+from moet.vllm.guard import guarded
 from moet.vllm.resize import resize_rank
 
 BASE, FP4 = Precision.BASE, Precision.NVFP4

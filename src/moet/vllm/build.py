@@ -13,6 +13,7 @@ from moet.kernels import CpuExperts, ExpertsOperator, make_operator
 from moet.settings import Settings
 from moet.vllm.gate.gate import Gate
 from moet.vllm.opened import OpenedRows, open_rows
+from moet.vllm.phase import longest_decode
 from moet.vllm.pools import all_rows, make_manager, rank_file
 from moet.vllm.progress import Progress
 from moet.vllm.rank import RankExperts
@@ -64,15 +65,13 @@ def _build(vllm_config: Any, settings: Settings, opened: OpenedRows, verbose: bo
             f"operator   {operator.name}",
         ]
         logger.info("moet serves the routed experts:\n  %s", "\n  ".join(lines))
-    speculative = vllm_config.speculative_config
-    decode_length = 1 + (speculative.num_speculative_tokens if speculative is not None else 0)
     return Runtime(
         opened.geometry,
         manager,
         source,
         precision,
         operator,
-        decode_length,
+        longest_decode(vllm_config),
         recovery=recovery,
         gate=None if settings.gate is None else Gate(settings.gate.tau, settings.gate.cap),
     )

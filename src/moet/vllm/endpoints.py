@@ -16,7 +16,8 @@ from starlette.datastructures import State
 from vllm.logger import init_logger
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 
-from moet.vllm.gate.http import attach_gate, guarded
+from moet.vllm.gate.http import attach_gate
+from moet.vllm.guard import guarded
 from moet.vllm.metrics import RanksCollector
 from moet.vllm.resize import attach_resize
 

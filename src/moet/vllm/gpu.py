@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm.distributed import get_tp_group
-from vllm.logger import init_logger
 
 from moet.checkpoints.base import Geometry
 from moet.formats.layout import Precision
@@ -24,12 +22,9 @@ from moet.residency.tiers import TieredResidency, TierSizes
 from moet.vllm.failures import StepMark
 from moet.vllm.layer import Biases
 from moet.vllm.phase import Fp4Tokens
-from moet.vllm.rank import RankExperts, factors_of
+from moet.vllm.progress import Summary
+from moet.vllm.rank import RankExperts, close_all, factors_of
 from moet.vllm.stats import describe_tiers, tier_stats
-
-logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
-
-_LOG_EVERY = 60.0  # seconds between two lines of statistics, while there is work
 
 
 @dataclass
@@ -57,8 +52,9 @@ class GPURuntime(RankExperts):
         factors = [factors_of(self.source, layer, self.precision[layer]) for layer in layers]
         self._factors = torch.from_numpy(np.stack(factors)).cuda()
         self._failed = 0
-        self._logged = time.monotonic()
-        weakref.finalize(self, self.tiers.close)
+        tiers = self.tiers
+        self._summary = Summary(lambda: describe_tiers(tiers.metrics()))
+        weakref.finalize(self, close_all, tiers, self.source)
 
     def experts(
         self,
@@ -92,7 +88,7 @@ class GPURuntime(RankExperts):
 
     def mark(self) -> StepMark:
         """Behind the step that has just been launched."""
-        self._log()
+        self._summary()
         return _FailureMark(self)
 
     def stats(self) -> dict[str, Any]:
@@ -105,13 +101,7 @@ class GPURuntime(RankExperts):
         self.device.trim()
 
     def close(self) -> None:
-        self.tiers.close()
-
-    def _log(self) -> None:
-        now = time.monotonic()
-        if now - self._logged >= _LOG_EVERY:
-            self._logged = now
-            logger.info("moet: %s", describe_tiers(self.tiers.metrics()))
+        close_all(self.tiers, self.source)
 
 
 class _FailureMark(StepMark):

@@ -20,8 +20,9 @@ from moet.vllm.build import counted
 from moet.vllm.construction import ends_failed_steps
 from moet.vllm.gpu import GPURuntime
 from moet.vllm.opened import OpenedRows
+from moet.vllm.phase import longest_decode
 from moet.vllm.progress import Progress
-from moet.vllm.tiers import owned_rows, size_tiers
+from moet.vllm.tiers import most_layer_rows, owned_rows, size_tiers
 
 _SWITCH_SECONDS = 50e-6
 
@@ -49,7 +50,7 @@ def build_gpu_runtime(
             "rows could not be read would be served as if nothing was wrong.",
             "Start without --worker-cls, --scheduler-cls and --pipeline-parallel-size.",
         )
-    check_dtype(vllm_config.model_config.dtype)
+    _check_dtype(vllm_config.model_config.dtype)
     geometry, source, precision = opened.geometry, opened.source, opened.precision
     layers = sorted(precision)
     device = torch.device("cuda", torch.cuda.current_device())
@@ -63,8 +64,7 @@ def build_gpu_runtime(
     )
     owned = owned_rows(precision)
     free, total = torch.cuda.mem_get_info(device)
-    tokens = vllm_config.scheduler_config.max_num_batched_tokens
-    layer_rows = min(geometry.num_experts, tokens * geometry.top_k)
+    layer_rows = most_layer_rows(vllm_config, geometry)
     plan = size_tiers(
         settings,
         owned,
@@ -75,15 +75,13 @@ def build_gpu_runtime(
         layer_rows=layer_rows,
     )
     code = np.array([[PRECISION_CODES[p] for p in precision[layer]] for layer in layers], np.uint8)
-    speculative = vllm_config.speculative_config
-    longest = 1 + (speculative.num_speculative_tokens if speculative is not None else 0)
     largest = max(layout.row_bytes for layout in layouts.values())
     tier_device = CudaTierDevice(
         code,
         {p: layout.row_bytes for p, layout in layouts.items()},
         geometry.top_k,
         device,
-        decode_tokens=vllm_config.scheduler_config.max_num_seqs * longest,
+        decode_tokens=vllm_config.scheduler_config.max_num_seqs * longest_decode(vllm_config),
         stage_row_bytes=largest,
         stage_rows=plan.staging // (2 * largest),
     )
@@ -118,7 +116,7 @@ def build_gpu_runtime(
     )
 
 
-def check_dtype(dtype: torch.dtype) -> None:
+def _check_dtype(dtype: torch.dtype) -> None:
     """Raises ConfigError for activations that the kernels do not take."""
     if dtype is not torch.bfloat16:
         raise ConfigError(

@@ -76,3 +76,9 @@ def _query_starts(attn_metadata: Any) -> NDArray[np.int64] | None:
         if starts is not None:
             return np.asarray(starts.cpu().numpy(), np.int64)
     return None
+
+
+def longest_decode(vllm_config: Any) -> int:
+    """The most tokens of one request in a decode step: 1 + speculative tokens."""
+    speculative = vllm_config.speculative_config
+    return 1 + (speculative.num_speculative_tokens if speculative is not None else 0)

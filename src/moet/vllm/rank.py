@@ -91,3 +91,9 @@ def factors_of(
     """float32 [experts, 3]: the factors of each expert at its precision."""
     tables = {p: source.factors(layer, p) for p in set(precision)}
     return np.stack([tables[p][expert] for expert, p in enumerate(precision)])
+
+
+def close_all(*parts: Closing) -> None:
+    """One after the other: what reads, then what it reads from."""
+    for part in parts:
+        part.close()

@@ -14,6 +14,7 @@ from moet.host_memory import host_memory
 from moet.residency.sizing import size_pool
 from moet.residency.tiers.options import TierOptions, TierSizes, check_sizes
 from moet.settings import Settings
+from moet.vllm.guard import require_guard
 from moet.vllm.pools import pool_setting
 from moet.vllm.tiers import Rows, arena_places, owned_rows
 
@@ -38,12 +39,7 @@ def attach_resize(router: APIRouter, path: str) -> None:
     async def resize(change: SizeChange, request: Request) -> dict[str, Any]:
         """Answers when places that are given up have been given back."""
         state = request.app.state
-        if not state.moet_guarded:
-            raise HTTPException(
-                403,
-                "sizes can be changed over HTTP only where an API key guards the server, or where "
-                "it listens on loopback alone: start it with --api-key or --host 127.0.0.1.",
-            )
+        require_guard(state, "sizes")
         values = change.model_dump(exclude_none=True)
         ranks = await state.moet_engine.collective_rpc("moet_resize", args=(values,))
         for number, answer in enumerate(ranks):

@@ -7,7 +7,6 @@ whose weights are processed makes it, the others take it from that layer.
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from vllm.logger import init_logger
 
 from moet.checkpoints.base import Geometry
 from moet.formats.layout import Precision
@@ -28,12 +26,9 @@ from moet.residency.manager import ResidencyManager
 from moet.vllm.gate.gate import Gate
 from moet.vllm.layer import Biases
 from moet.vllm.phase import Fp4Tokens, decode_tokens
-from moet.vllm.rank import RankExperts, factors_of
+from moet.vllm.progress import Summary
+from moet.vllm.rank import RankExperts, close_all, factors_of
 from moet.vllm.stats import Figure, describe, rank_stats
-
-logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
-
-_LOG_EVERY = 60.0  # seconds between two lines of statistics, while there is work
 
 
 @dataclass
@@ -63,8 +58,9 @@ class Runtime(RankExperts):
         self._recovery_factors = {
             layer: self.source.factors(layer, of) for layer, of in self.recovery.items()
         }
-        self._logged = time.monotonic()
-        weakref.finalize(self, _close, self.manager, self.source)
+        manager = self.manager
+        self._summary = Summary(lambda: describe(manager.metrics()))
+        weakref.finalize(self, close_all, manager, self.source)
 
     def experts(
         self,
@@ -91,7 +87,7 @@ class Runtime(RankExperts):
             self._accumulate(call.only(marks), recovery=True)
         if (biases := self.biases.get(layer)) is not None:
             biases.add_down(ids, weights, out)
-        self._log()
+        self._summary()
         return out.to(x.dtype)
 
     def _accumulate(self, call: _Call, recovery: bool = False) -> None:
@@ -137,13 +133,7 @@ class Runtime(RankExperts):
         return rank_stats(self.manager.metrics(), further)
 
     def close(self) -> None:
-        _close(self.manager, self.source)
-
-    def _log(self) -> None:
-        now = time.monotonic()
-        if now - self._logged >= _LOG_EVERY:
-            self._logged = now
-            logger.info("moet: %s", describe(self.manager.metrics()))
+        close_all(self.manager, self.source)
 
 
 @dataclass(frozen=True)
@@ -167,8 +157,3 @@ class _Call:
 def _unique(ids: NDArray[np.int32]) -> NDArray[np.int64]:
     found = np.unique(ids).astype(np.int64)
     return found[found >= 0]
-
-
-def _close(manager: ResidencyManager, source: RowSource) -> None:
-    manager.close()
-    source.close()

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from moet.checkpoints.base import Geometry
 from moet.errors import ConfigError
 from moet.formats.layout import Precision, RowLayout
 from moet.plan.reserve import prefill_buffers
@@ -85,6 +86,12 @@ def owned_rows(precision: Mapping[int, Sequence[Precision]]) -> dict[Precision, 
     names = np.array([precision[layer] for layer in sorted(precision)], dtype=np.str_)
     masks = {p: names == p for p in Precision}
     return {p: mask for p, mask in masks.items() if mask.any()}
+
+
+def most_layer_rows(vllm_config: Any, geometry: Geometry) -> int:
+    """The most rows of a layer that a step can use."""
+    tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
+    return min(geometry.num_experts, tokens * geometry.top_k)
 
 
 def size_tiers(

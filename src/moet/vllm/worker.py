@@ -38,11 +38,11 @@ class MoetWorkerExtension:
     def moet_resize(self, values: dict[str, str]) -> dict[str, Any]:
         """Changes what is given of this rank's sizes, between two steps (`resize.resize_rank`)."""
         from moet.vllm.resize import resize_rank
+        from moet.vllm.tiers import most_layer_rows
 
         runtime = self._moet_runtime()
-        tokens = self.vllm_config.scheduler_config.max_num_batched_tokens
-        geometry = runtime.geometry
-        return resize_rank(runtime, values, min(geometry.num_experts, tokens * geometry.top_k))
+        layer_rows = most_layer_rows(self.vllm_config, runtime.geometry)
+        return resize_rank(runtime, values, layer_rows)
 
     def _moet_runtime(self) -> Any:
         from moet.vllm.method import find_runtime

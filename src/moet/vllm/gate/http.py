@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
-from argparse import Namespace
 from typing import Any
 
 from fastapi import APIRouter, HTTPException, Request
 from pydantic import BaseModel, ConfigDict, Field
-from vllm import envs
 from vllm.logger import init_logger
+
+from moet.vllm.guard import require_guard
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
 
@@ -38,12 +37,7 @@ def attach_gate(router: APIRouter, path: str) -> None:
         """For steps from now on. Prompts that are cached are computed again if what they ran at
         has changed."""
         state = request.app.state
-        if not state.moet_guarded:
-            raise HTTPException(
-                403,
-                "the gate can be changed over HTTP only where an API key guards the server, or "
-                "where it listens on loopback alone: start it with --api-key or --host 127.0.0.1.",
-            )
+        require_guard(state, "the gate")
         before = await _set(state.moet_engine, GateChange())
         now = await _set(state.moet_engine, change)
         if _all_fire(before) != _all_fire(now) and not await state.moet_engine.reset_prefix_cache():
@@ -52,18 +46,6 @@ def attach_gate(router: APIRouter, path: str) -> None:
                 "with the gate's old threshold."
             )
         return now
-
-
-def guarded(args: Namespace) -> bool:
-    """Whether only those who may can reach the server: by vLLM's API key, or by this machine."""
-    keys = getattr(args, "api_key", None) or [envs.VLLM_API_KEY]
-    if any(keys) or getattr(args, "uds", None):
-        return True
-    host = getattr(args, "host", None) or "0.0.0.0"
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return bool(host == "localhost")
 
 
 async def _set(engine: Any, change: GateChange) -> dict[str, float]:
