@@ -47,7 +47,10 @@ class DummyRowSource(RowSource):
         self._bank: dict[Precision, list[U8]] = {}
         self._file = None if file is None else StorageFile(file, direct=direct)
         if self._file is not None and self._file.size < self.layouts[Precision.BASE].row_bytes:
-            raise ConfigError(f"{file}: too small for a row of {self.layouts[Precision.BASE]}.")
+            raise ConfigError(
+                f"{file}: {self._file.size} bytes are no row, which has "
+                f"{self.layouts[Precision.BASE].row_bytes}."
+            )
 
     def close(self) -> None:
         if self._file is not None:
@@ -59,7 +62,7 @@ class DummyRowSource(RowSource):
         if self._file is None:
             out[:size] = self._rows(key.precision)[number % _BANK]
             return 0
-        places = self._file.size // size
+        places = max(1, self._file.size // size)  # too small for an FP4 row: it ends early
         try:
             return self._file.read([out[:size]], number % places * size)
         except (OSError, EOFError) as error:
