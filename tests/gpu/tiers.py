@@ -75,12 +75,13 @@ class GpuSteps:
     def zeros(self) -> int:
         return int(self._result[1])
 
-    def check(self, layer: int, rows: LayerRows, ids: Tensor) -> None:
+    def check(self, layer: int, rows: LayerRows, ids: Tensor, code: Tensor | None = None) -> None:
         first, second = self._rows[0], self._rows[-1]
         self._check.launch(
             (ids.numel(), 1), 128, torch.cuda.current_stream().cuda_stream,
-            [ids, layer, self._experts, rows.address, rows.precision, self._code, first,
-             first.shape[2], second, second.shape[2], self._second_code, self._dummy, self._result],
+            [ids, layer, self._experts, rows.address, rows.precision,
+             self._code if code is None else code, first, first.shape[2], second, second.shape[2],
+             self._second_code, self._dummy, self._result],
         )  # fmt: skip
 
     def write(self, target: Tensor, value: Tensor) -> None:

@@ -39,6 +39,10 @@ class History:
         chosen = [[rng.choice(codes) for _ in range(self.experts)] for _ in range(self.layers)]
         self.code = np.array(chosen, np.uint8)
         self.owned = {p: self.code == PRECISION_CODES[p] for p in precisions}
+        # All experts have FP4 rows besides, and steps use them instead, or for some tokens.
+        self.recovers = len(precisions) > 1 and rng.random() < 0.7
+        if self.recovers:
+            self.owned[FP4] = np.ones_like(self.owned[FP4])
         self.top = rng.randint(2, min(self.experts, 24))
         self.options = TierOptions(
             policy=rng.choice(sorted(POLICIES)),
@@ -60,6 +64,9 @@ class History:
             stage_rows=rng.choice((0, 3, self.experts)),
         )
         self.steps = steps(self.device, self.source, self.code)
+        on_device = self.steps.torch_device
+        self.own = torch.from_numpy(self.code.copy()).to(on_device)
+        self.fp4 = torch.full_like(self.own, PRECISION_CODES[FP4])
         self.manager = self._manager()
         self.used: Counter[Phase] = Counter()
         self.decoded = 0
@@ -83,10 +90,13 @@ class History:
                 if rng.random() < 0.6:
                     ids = torch.stack([self._ids(Phase.DECODE) for _ in static])
                     self.steps.write(static, ids)
+                    self.used[Phase.DECODE] += sum(self._different(of) for of in ids)
                     replay()
                     self.decoded += 1
                 else:
-                    self._launch([self._ids(Phase.SCAN) for _ in range(self.layers)])
+                    self._pass(Phase.SCAN)
+                if self.recovers:
+                    self._recover()
                 if rng.random() < 0.5:  # otherwise steps queue up
                     self.steps.synchronize()
                     self._note_failure()
@@ -97,8 +107,41 @@ class History:
     def _launch(self, ids: list[torch.Tensor]) -> None:
         for layer, chosen in enumerate(ids):
             rows = self.device.ensure(layer, chosen)
-            self.steps.check(layer, rows, chosen)
+            self.steps.check(layer, rows, chosen, self.device.code)
         self.device.finish()
+
+    def _pass(self, phase: Phase, **options: Any) -> None:
+        ids = [self._ids(phase) for _ in range(self.layers)]
+        self.used[phase] += sum(map(self._different, ids))
+        for layer, chosen in enumerate(ids):
+            rows = self.device.ensure(layer, chosen, **options)
+            code = options.get("code")
+            self.steps.check(layer, rows, chosen, self.device.code if code is None else code)
+        self.device.finish()
+
+    def _recover(self) -> None:
+        choice, device = self.rng.random(), self.device
+        if choice < 0.3:  # a second pass of the step
+            self._pass(self.rng.choice(list(Phase)), code=self.fp4, repeats=True)
+        elif choice < 0.5:
+            for layer in range(self.layers):
+                self._in_two_parts(layer)
+            device.finish()
+            self.decoded += 1
+        elif choice < 0.7:
+            self.steps.write(device.code, self.rng.choice((self.own, self.fp4)))
+
+    def _in_two_parts(self, layer: int) -> None:
+        ids = self._ids(Phase.DECODE)
+        some = torch.tensor([self.rng.random() < 0.5 for _ in ids], device=ids.device)
+        for part, code in enumerate((self.own, self.fp4)):
+            own = ids.masked_fill((some == bool(part))[:, None], -1)
+            self.used[Phase.DECODE] += self._different(own)
+            rows = self.device.ensure(layer, own, code=code, part=part)
+            self.steps.check(layer, rows, own, code)
+
+    def _different(self, ids: torch.Tensor) -> int:
+        return sum(0 <= e < self.experts for e in ids.unique().tolist())
 
     def _ids(self, phase: Phase) -> torch.Tensor:
         """Experts of low number more often; some ids are no experts."""
@@ -108,7 +151,6 @@ class History:
         pool = list({int(self.experts * rng.random() ** 2) for _ in range(count)})
         ids = [*pool, *rng.choices([*pool, -1, self.experts], k=tokens * TOP_K - len(pool))]
         rng.shuffle(ids)
-        self.used[phase] += len(pool)
         made = torch.tensor(ids, dtype=torch.int32).view(tokens, TOP_K)
         return made.to(self.steps.torch_device)
 

@@ -123,7 +123,7 @@ class StandInKernels:
         mailbox: Mailbox,
         device: torch.device,
     ) -> None:
-        self.code, self.row_bytes = code, planes
+        self.code, self.experts, self.row_bytes = torch.from_numpy(code), code.shape[1], planes
         self.dummy = torch.zeros(max(planes.values()), dtype=torch.uint8)
         self.plane = {c: i for i, c in enumerate(planes)}
         shape = (len(planes), *code.shape)
@@ -151,18 +151,19 @@ class StandInKernels:
         self,
         ids: Tensor,
         layer: int,
-        begin: bool,
+        begin: int,
         decode: bool,
+        code: Tensor,
         address: Tensor,
         precision: Tensor,
         staged: Staged | None = None,
     ) -> None:
         self.launch(
-            lambda: self._ensure(ids.clone(), layer, begin, decode, address, precision, staged)
+            lambda: self._ensure(ids, layer, begin, decode, code, address, precision, staged)
         )
 
-    def stage(self, layer: int, into: Staged, blocks: int, stream: int) -> None:
-        self.launch(lambda: self._stage(layer, into))
+    def stage(self, layer: int, code: Tensor, into: Staged, blocks: int, stream: int) -> None:
+        self.launch(lambda: self._stage(layer, code, into))
 
     def finish(self) -> None:
         self.launch(self._finish)
@@ -171,8 +172,9 @@ class StandInKernels:
         self,
         ids: Tensor,
         layer: int,
-        begin: bool,
+        begin: int,
         decode: bool,
+        code: Tensor,
         address: Tensor,
         precision: Tensor,
         staged: Staged | None,
@@ -180,13 +182,12 @@ class StandInKernels:
         mail = self.mail
         if begin:
             self.begun += 1
-            self.open, self.decode = (2 if layer == 0 else 1), int(decode)
+            self.open, self.decode = begin, int(decode)
             self.local, self.failed, self.stale = 1, 0, layer != 0
             mail["begun"] = self.begun
             self.entries = self.table.copy()
-        experts = self.code.shape[1]
-        used = [e for e in ids.unique().tolist() if 0 <= e < experts]
-        where = {e: (self.plane[int(self.code[layer, e])], layer, e) for e in used}
+        used = [e for e in ids.unique().tolist() if 0 <= e < self.experts]
+        where = {e: (self.plane[int(code[layer, e])], layer, e) for e in used}
         table = self.table if self.stale else self.entries
         entry = {e: int(table[where[e]]) for e in used}
         for e in used:
@@ -199,9 +200,9 @@ class StandInKernels:
         missing = [e for e in used if not entry[e] and e not in copies]
         if missing and not self.failed:
             for name, chosen in (("missing", missing), ("present", [e for e in used if entry[e]])):
-                bits = np.zeros(mail[name].size * 32, np.uint8)
-                bits[chosen] = 1
-                mail[name][:] = np.packbits(bits, bitorder="little").view(np.uint32)
+                bits = np.zeros((len(mail[name]), mail[name].shape[1] * 32), np.uint8)
+                bits[[where[e][0] for e in chosen], chosen] = 1
+                mail[name][:] = np.packbits(bits, axis=1, bitorder="little").view(np.uint32)
             number = int(mail["request"]) + 1
             mail["layer"] = layer
             mail["request"] = number
@@ -216,7 +217,7 @@ class StandInKernels:
             mail["failed_step"] = self.begun
             mail["failures"] += 1
         address.zero_()
-        precision.copy_(torch.from_numpy(self.code[layer]))
+        precision.copy_(code[layer])
         for e in used:
             if staged is not None and e in copies:
                 address[e] = staged.rows[copies[e]].data_ptr()
@@ -225,12 +226,12 @@ class StandInKernels:
             address[e] = entry[e] - host if entry[e] else self.dummy.data_ptr()
             precision[e] += REMOTE * host
 
-    def _stage(self, layer: int, into: Staged) -> None:
+    def _stage(self, layer: int, code: Tensor, into: Staged) -> None:
         into.slot.fill_(-1)
         slots = len(into.rows)
         into.rows.fill_(0xEE)
         staged = 0
-        for e, kind in enumerate(self.code[layer].tolist()):
+        for e, kind in enumerate(code[layer].tolist()):
             entry = int(self.table[self.plane[kind], layer, e])
             if entry & HOST_ENTRY and staged < slots:
                 row = memory_at(entry - HOST_ENTRY, self.row_bytes[kind])
@@ -255,23 +256,25 @@ class StandInSteps:
 
     def __init__(self, device: CudaTierDevice, source: RandomRows, code: np.ndarray) -> None:
         self._kernels: StandInKernels = device._kernels  # type: ignore[assignment]
-        self._source, self._code = source, code
+        self._source, self._experts = source, code.shape[1]
         self._lock = threading.Lock()
         self.wrong = self.zeros = 0
 
-    def check(self, layer: int, rows: LayerRows, ids: Tensor) -> None:
-        """Compares all bytes of the rows in the snapshot, in the order of launches."""
-        self._kernels.launch(lambda: self._check(layer, rows, ids))
+    def check(self, layer: int, rows: LayerRows, ids: Tensor, code: Tensor) -> None:
+        """Compares all bytes of the rows in the snapshot, in the order of launches, with those of
+        the precisions in `code`."""
+        self._kernels.launch(lambda: self._check(layer, rows, ids, code))
 
-    def _check(self, layer: int, rows: LayerRows, ids: Tensor) -> None:
+    def _check(self, layer: int, rows: LayerRows, ids: Tensor, code: Tensor) -> None:
         for e in ids.unique().tolist():
-            if not 0 <= e < self._code.shape[1]:
+            if not 0 <= e < self._experts:
                 continue
             address = int(rows.address[e])
             if address == self._kernels.dummy.data_ptr():
                 self.zeros += 1
                 continue
-            plane = self._kernels.plane[int(self._code[layer, e])]
+            plane = self._kernels.plane[int(code[layer, e])]
+            self.wrong += int(rows.precision[e]) & ~REMOTE != int(code[layer, e])
             expected = list(self._source.rows.values())[plane][layer, e]
             for _ in range(2):
                 self.wrong += not np.array_equal(memory_at(address, expected.size), expected)

@@ -13,7 +13,6 @@ import torch
 from moet.errors import ConfigError
 from moet.formats.layout import Precision
 from moet.kernels.cuda.launch import CudaError
-from moet.kernels.cuda.shape import PRECISION_CODES
 from moet.residency.cuda import memory
 from moet.residency.cuda.copies import CopyStreams, DeviceCopy
 from moet.residency.cuda.mailbox import Mailbox, mailbox_type
@@ -116,18 +115,18 @@ def test_a_copy_that_cannot_be_started_says_so(driver: StandInDriver) -> None:
 
 
 def mailbox(layers: int = 2, experts: int = 40) -> tuple[Mailbox, np.ndarray]:
-    """Experts in turns of base and FP4 rows; and what the device would see."""
-    code = (np.arange(layers * experts).reshape(layers, experts) % 2).astype(np.uint8)
+    """And what the device would see."""
     memory_of = np.full(Mailbox.bytes_needed(2, layers, experts), 0xEE, np.uint8)
-    made = Mailbox({BASE: 0, FP4: 1}, code, PRECISION_CODES, memory_of)
+    made = Mailbox({BASE: 0, FP4: 1}, (layers, experts), memory_of)
     return made, made.device_side.view(mailbox_type(2, layers, experts))[0]
 
 
 def test_a_request_is_told_by_precision() -> None:
     tested, device = mailbox()
     assert tested.poll() is None
-    device["missing"][:2] = 0b1011, 0b1  # 0, 1, 3, 32
-    device["present"][0] = 0b100
+    device["missing"][0, :2] = 0b1, 0b1
+    device["missing"][1, 0] = 0b1010
+    device["present"][0, 0] = 0b100
     device["layer"], device["request"] = 1, 1
     request = tested.poll()
     assert request is not None

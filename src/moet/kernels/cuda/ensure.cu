@@ -13,10 +13,10 @@
 
 // The step may read the table from here on; the host that changes an entry and then looks at
 // `begun` sees either this number or a step that reads the change.
-__device__ void begin_step(State* state, Mailbox* mail, int layer, int decode) {
+__device__ void begin_step(State* state, Mailbox* mail, int layer, int begin, int decode) {
   const u64 number = state->begun + 1;
   state->begun = number;
-  state->open = layer == 0 ? 2 : 1;  // a draft's pass begins elsewhere and is no step of the model
+  state->open = begin;
   state->decode = decode;
   state->local = 1;
   state->failed = 0;
@@ -57,8 +57,9 @@ __device__ void fail(State* state, Mailbox* mail) {
   store_release_system(&mail->failures, ++state->failures);
 }
 
-// begin: of a step. decode: whether it counts as one of decode's. table: u64 [planes, layers,
-// experts]; an entry is an address, + kHostEntry, or 0. code: precision code [layers, experts].
+// begin: 2: of a step of the model; 1: of another pass (a draft's, or one that repeats tokens of a
+// step), 0: none. decode: whether it counts as one of decode's. table: u64 [planes, layers, experts];
+// an entry is an address, + kHostEntry, or 0. code: [layers, experts], the precision wanted.
 // answer: number of the newest request answered. dummy: zeros, as many as the largest row has.
 // slot: of each expert's staged copy in `stage`, −1: none (see stage.cu); read only if `staged`.
 extern "C" __global__ void __launch_bounds__(kThreads)
@@ -68,7 +69,7 @@ ensure(const int* ids, int count, int layer, int begin, int decode, const u64* t
   __shared__ u8 used[kEach * kThreads];
   const int lane = threadIdx.x % 32;
   if (begin) {
-    if (threadIdx.x == 0) begin_step(state, mail, layer, decode);
+    if (threadIdx.x == 0) begin_step(state, mail, layer, begin, decode);
     __syncthreads();
     if (layer == 0) copy_table(state, table);
     __syncthreads();
@@ -134,11 +135,15 @@ ensure(const int* ids, int count, int layer, int begin, int decode, const u64* t
     if (look_again() && !state->failed) {
 #pragma unroll
       for (int i = 0; i < kEach; i++) {
-        const u32 missing = __ballot_sync(kAll, mine[i] && !entry[i] && copy[i] < 0);
-        const u32 present = __ballot_sync(kAll, mine[i] && entry[i]);
         const int word = (i * kThreads + threadIdx.x) / 32;
-        if (lane == 0 && word < MASK_WORDS)
-          mail->missing[word] = missing, mail->present[word] = present;
+#pragma unroll
+        for (int p = 0; p < kPlanes; p++) {
+          const bool here = mine[i] && plane_of(kind[i]) == p;
+          const u32 missing = __ballot_sync(kAll, here && !entry[i] && copy[i] < 0);
+          const u32 present = __ballot_sync(kAll, here && entry[i]);
+          if (lane == 0 && word < MASK_WORDS)
+            mail->missing[p][word] = missing, mail->present[p][word] = present;
+        }
       }
       __threadfence_system();
       __syncthreads();

@@ -20,7 +20,7 @@ __device__ __forceinline__ int plane_of(int code) { return __popc(PLANES & ((1 <
 struct Mailbox {
   u64 begun, done, failures, failed_step, steps, steps_local, line0[10];
   u64 request, layer, line1[14];
-  u32 missing[MASK_WORDS], present[MASK_WORDS];
+  u32 missing[kPlanes][MASK_WORDS], present[kPlanes][MASK_WORDS];
   u64 rows[kPlanes][2][3];  // by decode or scan, and by tier
   u64 line2[16 - kPlanes * 6 % 16];
   u64 use[kPlanes][LAYERS][EXPERTS];

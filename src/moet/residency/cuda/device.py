@@ -49,12 +49,17 @@ class CudaTierDevice(TierDevice):
     kernels, on its stream, and may be captured in CUDA graphs; the rest as the base class says.
 
     Args:
-        code: uint8 [layers, experts], the precision code that each expert is computed at.
+        code: uint8 [layers, experts], the precision code that each expert is computed at, unless
+            `ensure` is given others.
         precisions: bytes of a row, by precision.
         top_k: experts of a token.
         decode_tokens: passes of at most so many tokens count as decode steps.
         stage_row_bytes, stage_rows: room for so many rows, twice, through which a long prompt's
             layers are streamed; 0 rows: it reads them where they are.
+
+    Attributes:
+        code: the same on the device. Steps that are launched after a change see it, graphs that
+            were captured before it too.
 
     Raises ConfigError where memory is short or rows have no multiple of 16 bytes.
     """
@@ -83,9 +88,10 @@ class CudaTierDevice(TierDevice):
         size = Mailbox.bytes_needed(len(planes), *code.shape)
         self._host = driver.host_memory(size)
         memory = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(self._host))
-        self._mailbox = Mailbox(self._plane, code.copy(), PRECISION_CODES, memory)
+        self._mailbox = Mailbox(self._plane, code.shape, memory)
         kinds = {PRECISION_CODES[p]: precisions[p] for p in planes}
         self._kernels = TierKernels(code, kinds, self._mailbox, device)
+        self.code = self._kernels.code
         self._staging: Staging | None = None
         if stage_rows:
             if stage_row_bytes < max(precisions.values()):
@@ -109,33 +115,49 @@ class CudaTierDevice(TierDevice):
 
     # For the thread that launches the model's kernels.
 
-    def ensure(self, layer: int, topk_ids: Tensor) -> LayerRows:
+    def ensure(
+        self,
+        layer: int,
+        topk_ids: Tensor,
+        *,
+        code: Tensor | None = None,
+        repeats: bool = False,
+        part: int | None = None,
+    ) -> LayerRows:
         """In front of a layer's kernels: sees to it that they can read the rows of these experts.
 
         Waits, on the device, for rows that are on disk only. The first call after `finish`, and any
-        of the first layer, begins a step.
+        of the first layer, begins a pass.
 
         Args:
             layer: index in the table. topk_ids: int32 [tokens, top-k], contiguous; ids that are no
                 expert are skipped.
+            code: uint8 [layers, experts], on the device: the precisions wanted, if not those of
+                the attribute.
+            repeats: a pass that begins here repeats tokens of a step; it is not counted as one.
+            part: the layer is looked up more than once in this pass, at different precisions; the
+                number of this time, from 0.
 
         Rows that could not be read are all zeros in a step that has failed: see `failed_steps`.
         """
         assert topk_ids.dtype == torch.int32
         assert topk_ids.is_contiguous()
-        rows = self._rows[layer]
-        begin = layer == 0 or not self._in_step
-        if begin:
+        rows, code = self._rows[layer], self.code if code is None else code
+        begin = 0
+        if (layer == 0 and not part) or not self._in_step:
             self._in_step, self._from_first = True, layer == 0
+            begin = 2 if layer == 0 and not repeats else 1
         self._last = layer
         ids, staged = topk_ids.numel(), None
         if self._staging is not None:
-            staged = self._staging.joined(layer)
+            staged = self._staging.joined(layer, code)
         self._kernels.ensure(
-            topk_ids, layer, begin, ids <= self._decode_ids, rows.address, rows.precision, staged
-        )
-        if self._staging is not None and self._from_first:
-            self._staging.start(layer, ids)
+            topk_ids, layer, begin, ids <= self._decode_ids, code, rows.address, rows.precision,
+            staged,
+        )  # fmt: skip
+        # What is copied ahead must not run into the wait of another look at the same layer.
+        if self._staging is not None and self._from_first and part is None:
+            self._staging.start(layer, code, ids)
         return rows
 
     def finish(self) -> None:

@@ -52,6 +52,9 @@ class TierKernels:
 
     Args:
         code: uint8 [layers, experts]. planes: bytes of a row, by precision code in use, ascending.
+
+    Attributes:
+        code: the same on the device.
     """
 
     def __init__(
@@ -81,7 +84,7 @@ class TierKernels:
             words = state_words(len(planes), layers, experts)
             self._state = torch.zeros(words, dtype=torch.int64, device=device)
             self.failures = self._state[2:3]  # State::failures
-            self._code = torch.from_numpy(code).to(device)
+            self.code = torch.from_numpy(code).to(device)
             torch.cuda.current_stream(device).synchronize()
         # Pinned memory has the same address on the device (unified addressing).
         self._mailbox = torch.from_numpy(mailbox.device_side)
@@ -92,31 +95,33 @@ class TierKernels:
         self,
         ids: Tensor,
         layer: int,
-        begin: bool,
+        begin: int,
         decode: bool,
+        code: Tensor,
         address: Tensor,
         precision: Tensor,
         staged: Staged | None = None,
     ) -> None:
         """On the current stream.
 
-        ids: int32, any shape. address: int64 [experts]; precision: uint8 [experts]; written.
-        staged: copies of the layer's rows, to be used instead.
+        ids: int32, any shape. begin: as in ensure.cu. code: uint8 [layers, experts]. address:
+        int64 [experts]; precision: uint8 [experts]; written. staged: copies of the layer's rows, at
+        the precisions of `code`, to be used instead.
         """
         copies = staged or self._nothing
         self._ensure.launch(
             (1, 1), _THREADS, torch.cuda.current_stream(self._device).cuda_stream,
-            [ids, ids.numel(), layer, int(begin), int(decode), self._table, self._code,
+            [ids, ids.numel(), layer, begin, int(decode), self._table, code,
              self._state, self._mailbox, self._answer, self.dummy, address, precision,
              int(staged is not None), copies.slot, copies.rows, copies.rows.shape[1]],
         )  # fmt: skip
 
-    def stage(self, layer: int, into: Staged, blocks: int, stream: int) -> None:
+    def stage(self, layer: int, code: Tensor, into: Staged, blocks: int, stream: int) -> None:
         """Copies the layer's rows in host memory, as many as there is room for."""
         slots, row_bytes = into.rows.shape
         self._plan.launch(
             (1, 1), 32, stream,
-            [layer, self._table, self._code, slots, into.slot, into.sources, into.count],
+            [layer, self._table, code, slots, into.slot, into.sources, into.count],
         )  # fmt: skip
         self._copy.launch(
             (blocks, 1), _THREADS, stream, [into.sources, into.count, into.rows, row_bytes]

@@ -31,7 +31,7 @@ def mailbox_type(planes: int, layers: int, experts: int) -> np.dtype[np.void]:
             *[(name, _U8) for name in ("begun", "done", "failures", "failed_step", "steps")],
             *[("steps_local", _U8), ("line0", _U8, 10)],
             *[("request", _U8), ("layer", _U8), ("line1", _U8, 14)],
-            *[("missing", _U4, words), ("present", _U4, words)],
+            *[("missing", _U4, (planes, words)), ("present", _U4, (planes, words))],
             *[("rows", _U8, (planes, 2, 3)), ("line2", _U8, 16 - planes * 6 % 16)],
             ("use", _U8, (planes, layers, experts)),
         ]
@@ -43,19 +43,16 @@ class Mailbox:
 
     Args:
         planes: the plane of the table and of the counts for each precision.
-        code: uint8 [layers, experts], the precision code of each expert. codes: by precision.
-        memory: uint8 [bytes_needed], pinned; cleared here.
+        shape: layers and experts. memory: uint8 [bytes_needed], pinned; cleared here.
     """
 
     def __init__(
         self,
         planes: Mapping[Precision, int],
-        code: NDArray[np.uint8],
-        codes: Mapping[Precision, int],
+        shape: tuple[int, int],
         memory: NDArray[np.uint8],
     ) -> None:
-        self._code, self._planes = code, planes
-        self._codes = {p: codes[p] for p in planes}
+        self._shape, self._planes = shape, planes
         self._answered = 0
         self._request: Request | None = None
         memory[:] = 0
@@ -73,11 +70,12 @@ class Mailbox:
         self._bind(self._memory.copy())
 
     def _bind(self, memory: NDArray[np.uint8]) -> None:
-        self._memory, code, planes = memory, self._code, self._planes
-        table_bytes = len(planes) * code.size * 8
+        self._memory, (layers, experts) = memory, self._shape
+        planes = len(self._planes)
+        table_bytes = planes * layers * experts * 8
         self.table = memory[:table_bytes].view(_U8)
         self.answer = memory[-128:].view(_U8)[:1]
-        kind = mailbox_type(len(planes), *code.shape)
+        kind = mailbox_type(planes, layers, experts)
         self.landed = memory[-256:].view(_U8)[:2]  # copies that have ended, by direction
         start = memory.size - 2 * 128 - kind.itemsize
         self.device_side = memory[start : start + kind.itemsize]
@@ -101,7 +99,7 @@ class Mailbox:
 
     def entry(self, precision: Precision, layer: int, expert: int) -> int:
         """Index of an entry in `table`."""
-        layers, experts = self._code.shape
+        layers, experts = self._shape
         index: int = (self._planes[precision] * layers + layer) * experts + expert
         return index
 
@@ -115,11 +113,10 @@ class Mailbox:
         if number == self._answered:
             return None
         if self._request is None or self._request.number != number:
-            layer = int(self._layer[0])
-            missing, present = self._experts(self._missing), self._experts(self._present)
             self._request = Request(
-                number, layer, self._split(layer, missing), self._split(layer, present)
-            )
+                number, int(self._layer[0]), self._experts(self._missing),
+                self._experts(self._present),
+            )  # fmt: skip
         return self._request
 
     def reply(self, number: int) -> None:
@@ -144,9 +141,7 @@ class Mailbox:
             },
         )
 
-    def _experts(self, mask: NDArray[np.uint32]) -> NDArray[np.int64]:
-        return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
-
-    def _split(self, layer: int, experts: NDArray[np.int64]) -> dict[Precision, list[int]]:
-        kinds = self._code[layer, experts]
-        return {p: experts[kinds == code].tolist() for p, code in self._codes.items()}
+    def _experts(self, masks: NDArray[np.uint32]) -> dict[Precision, list[int]]:
+        """By precision, of bitmaps [planes, words]."""
+        bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
+        return {p: np.flatnonzero(bits[plane]).tolist() for p, plane in self._planes.items()}

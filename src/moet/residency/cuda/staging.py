@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from moet.residency.cuda.driver import Driver
 from moet.residency.cuda.kernels import Staged, TierKernels
@@ -35,24 +36,28 @@ class Staging:
         self._stream = driver.stream()
         self._fork, self._join = driver.event(), driver.event()
         self._last = shape[0] - 1  # of the layers in a pass that began with the first
-        self._ahead: int | None = None  # the layer that is being copied
+        self._ahead: tuple[int, Tensor] | None = None  # layer that is being copied, its precisions
 
-    def joined(self, layer: int | None) -> Staged | None:
-        """The copies of this layer, if they have been started; whatever has been is over then, for
-        what is launched from now on."""
+    def joined(self, layer: int | None, code: Tensor | None = None) -> Staged | None:
+        """The copies of this layer at these precisions, if they have been started; whatever has
+        been is over then, for what is launched from now on."""
         ahead, self._ahead = self._ahead, None
         if ahead is None:
             return None
         self._driver.follow(self._driver.launching(), self._stream, self._join)
-        return self._buffers[ahead % 2] if ahead == layer else None
+        fits = ahead[0] == layer and ahead[1] is code
+        return self._buffers[ahead[0] % 2] if fits else None
 
-    def start(self, layer: int, ids: int) -> None:
-        """Starts copying for the layer after this one, if a pass of so many ids is worth it."""
+    def start(self, layer: int, code: Tensor, ids: int) -> None:
+        """Starts copying for the layer after this one, if a pass of so many ids is worth it.
+
+        code: uint8 [layers, experts], on the device; the rows' precisions."""
         if ids < self._least or layer >= self._last:
             return
-        self._ahead = layer + 1
+        self._ahead = layer + 1, code
         self._driver.follow(self._stream, self._driver.launching(), self._fork)
-        self._kernels.stage(layer + 1, self._buffers[self._ahead % 2], _BLOCKS, self._stream)
+        into = self._buffers[(layer + 1) % 2]
+        self._kernels.stage(layer + 1, code, into, _BLOCKS, self._stream)
 
     def finish(self, last: int) -> None:
         """A pass that began with the first layer has ended with this one."""
