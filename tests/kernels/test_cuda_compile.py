@@ -13,7 +13,10 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings and nvidi
 SHAPES = {
     "DeepSeek-V4-Flash": {"HIDDEN": 4096, "INTER": 2048, "SLICES": 8, "EXPERTS": 256, "TOPK": 6},
     "Qwen3-30B-A3B": {"HIDDEN": 2048, "INTER": 768, "SLICES": 8, "EXPERTS": 128, "TOPK": 8},
-}
+    "gpt-oss-120b": {
+        "HIDDEN": 2880, "INTER": 2880, "SLICES": 2, "EXPERTS": 128, "TOPK": 4, "GPT_OSS": 1,
+    },
+}  # fmt: skip
 DECODE = {"MAX_TOKENS": 16, "WARPS": 16, "OUT_BF16": 0}
 
 
@@ -28,9 +31,11 @@ def test_decode_compiles(capability: tuple[int, int], fp8_activations: int) -> N
     assert cubin[:4] == b"\x7fELF"
 
 
-def test_another_shape_compiles() -> None:
-    target = Target.of(9, 0)
-    shape = SHAPES["DeepSeek-V4-Flash"] | DECODE | {"FP8_ACTIVATIONS": 0}
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+@pytest.mark.parametrize("name", ["DeepSeek-V4-Flash", "gpt-oss-120b"])
+def test_another_shape_compiles(name: str, capability: tuple[int, int]) -> None:
+    target = Target.of(*capability)
+    shape = SHAPES[name] | DECODE | {"FP8_ACTIVATIONS": 0}
     assert compile_cubin(target.decode, target.architecture, shape | target.defines())
 
 

@@ -21,7 +21,7 @@ SHAPE = {
 FP8_SINCE = (8, 9)
 
 
-def compiled(source: str, capability: tuple[int, int], fp8: bool) -> bytes:
+def compiled(source: str, capability: tuple[int, int], fp8: bool, **more: int) -> bytes:
     target = Target.of(*capability)
     defines = (
         SHAPE
@@ -31,6 +31,7 @@ def compiled(source: str, capability: tuple[int, int], fp8: bool) -> bytes:
             "OUT_BF16": 0,
             "PRECISIONS": 7,
         }
+        | more
     )
     return compile_cubin(source, target.architecture, defines)
 
@@ -55,6 +56,13 @@ def test_compiles(capability: tuple[int, int]) -> None:
     for fp8 in (False, True)[: 1 + (capability >= FP8_SINCE)]:
         for source in ("prefill_prepare.cu", products(capability)):
             assert compiled(source, capability, fp8)[:4] == b"\x7fELF"
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_gpt_oss_compiles(capability: tuple[int, int]) -> None:
+    more = {"GPT_OSS": 1, "PRECISIONS": 1}
+    for source in ("prefill_prepare.cu", products(capability)):
+        assert compiled(source, capability, False, **more)[:4] == b"\x7fELF"
 
 
 def test_hopper_uses_warpgroup_instructions(tmp_path: Path) -> None:

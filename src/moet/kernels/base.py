@@ -27,6 +27,9 @@ class SwiGLU:
     beta: float = 0.0
 
 
+GPT_OSS = SwiGLU(limit=7.0, alpha=1.702, beta=1.0)
+
+
 @dataclass(frozen=True)
 class ExpertRows:
     """Where a layer's rows are.

@@ -76,15 +76,19 @@ class GPURuntime(RankExperts):
             return torch.zeros_like(x)
         index = self._index[layer]
         ids = topk_ids.to(torch.int32).contiguous()
-        out = torch.empty_like(x)
+        weights = topk_weights.to(torch.float32).contiguous()
+        out = torch.empty(x.shape, dtype=self.operator.out_dtype, device=x.device)
+        biases = self.biases.get(layer)
         rows = self.device.ensure(index, ids)
         self.operator.forward(
-            x.contiguous(), ids, topk_weights.to(torch.float32).contiguous(), rows.address,
-            rows.precision, self._factors[index], activation, out,
+            x.contiguous(), ids, weights, rows.address, rows.precision, self._factors[index],
+            activation, out, bias=None if biases is None else biases.gate_up,
         )  # fmt: skip
         if layer in self.ends:
             self.device.finish()
-        return out
+        if biases is not None:
+            biases.add_down(ids, weights, out)
+        return out.to(x.dtype)
 
     def mark(self) -> StepMark:
         """Behind the step that has just been launched."""

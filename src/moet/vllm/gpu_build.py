@@ -56,9 +56,10 @@ def build_gpu_runtime(
     device = torch.device("cuda", torch.cuda.current_device())
     layouts = {p: source.layouts[p] for of in precision.values() for p in of}
     operator = CudaExperts(
-        ExpertsShape.of(layouts, geometry.num_experts, geometry.top_k),
+        ExpertsShape.of(layouts, geometry.num_experts, geometry.top_k, geometry.biases),
         device,
-        torch.bfloat16,
+        # Biases of down are added in float32.
+        torch.float32 if geometry.biases else torch.bfloat16,
         fp8_activations=settings.fp8_activations,
         prefill_tokens=min(4096, vllm_config.scheduler_config.max_num_batched_tokens),
     )

@@ -5,22 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.models.utils import extract_layer_index
 
 from moet.checkpoints.base import Geometry
 from moet.errors import UnsupportedError
-from moet.kernels.base import ExpertsOperator, SwiGLU
+from moet.kernels.base import GPT_OSS, ExpertsOperator, SwiGLU
 
 if TYPE_CHECKING:
     from moet.kernels.cuda.experts import CudaExperts
-
-# vLLM's operator for it takes no others (`csrc/activation_kernels.cu`, `swigluoai_and_mul`).
-_GPT_OSS = SwiGLU(limit=7.0, alpha=1.702, beta=1.0)
 
 
 @dataclass(frozen=True)
@@ -31,7 +26,7 @@ class Biases:
     on all ranks but the first, since the ranks' outputs are summed.
     """
 
-    gate_up: NDArray[np.float32]
+    gate_up: Tensor
     down: Tensor
 
     def add_down(self, ids: Tensor, weights: Tensor, out: Tensor) -> None:
@@ -56,7 +51,8 @@ def activation_of(layer: Any, prefix: str) -> SwiGLU:
                 layer.swiglu_limit, 1.0 if alpha is None else alpha, 0.0 if beta is None else beta
             )
         case MoEActivation.SWIGLUOAI:
-            return _GPT_OSS
+            # vLLM's operator takes no others (`csrc/activation_kernels.cu`, `swigluoai_and_mul`).
+            return GPT_OSS
         case other:
             raise UnsupportedError(f"{prefix}: the activation {other.value!r}, not SwiGLU.")
 
@@ -112,7 +108,7 @@ def biases_of(layer: Any) -> Biases | None:
         return None
     both = layer.w13_bias.data.float()
     gate_up = torch.stack([both[:, 0::2], both[:, 1::2]], 1).contiguous()
-    return Biases(gate_up.cpu().numpy(), layer.w2_bias.data.float())
+    return Biases(gate_up, layer.w2_bias.data.float())
 
 
 def _load(param: nn.Parameter, loaded_weight: Tensor, *args: Any, **kwargs: Any) -> None:

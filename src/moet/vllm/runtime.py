@@ -107,7 +107,7 @@ class Runtime(RankExperts):
                     wave.precision,
                     self._factors_of(layer, wave, recovery),
                     self.source.layouts,
-                    None if biases is None else biases.gate_up[wave.experts],
+                    None if biases is None else biases.gate_up.numpy()[wave.experts],
                 )
                 self.operator.accumulate(
                     call.x, call.ids, call.weights, rows, call.activation, call.out

@@ -96,7 +96,7 @@ struct Consumer {
   // One unit for one pass of tokens.
   template <int P, bool DOWN>
   __device__ void unit(int rank, int index, int first, int columns, const u16* x, u16* h,
-                       float limit) {
+                       const Activation& activation) {
     const Plan& plan = shared.plan;
     const int pair = plan.pair[rank][first + min(g, columns - 1)];
     const u16* row = DOWN ? h + u64(pair) * INTER : x + u64(pair / TOPK) * HIDDEN;
@@ -111,7 +111,8 @@ struct Consumer {
             __float_as_uint(sum[0] * factor[2] * power), exchange.launch);
       } else {
         h[to * INTER + index * 32 + lane] =
-            float_to_bf16(swiglu(sum[0] * factor[0] * power, sum[1] * factor[1] * power, limit));
+            float_to_bf16(activation(sum[0] * factor[0] * power, sum[1] * factor[1] * power,
+                                     plan.expert[rank], index * 32 + lane));
         __threadfence();
         __syncwarp();
         if (lane == 0) put(exchange.largest + to * kInterBlocks + index, 0, exchange.launch);
@@ -131,7 +132,7 @@ struct Consumer {
   }
 
   template <bool DOWN>
-  __device__ void phase(const u16* x, u16* h, float limit) {
+  __device__ void phase(const u16* x, u16* h, const Activation& activation) {
     each_pass(shared.plan, DOWN, [&](const Pass& pass) {
       const int rank = pass.rank, first = pass.first, columns = pass.tokens;
       const int precision = shared.plan.precision[rank];
@@ -140,9 +141,9 @@ struct Consumer {
         named_barrier(1, kConsumers);
       }
       for (int i = pass.unit; i < pass.end; i++)
-        if (precision == BASE) unit<BASE, DOWN>(rank, i, first, columns, x, h, limit);
-        else if (precision == MXFP4) unit<MXFP4, DOWN>(rank, i, first, columns, x, h, limit);
-        else unit<NVFP4, DOWN>(rank, i, first, columns, x, h, limit);
+        if (precision == BASE) unit<BASE, DOWN>(rank, i, first, columns, x, h, activation);
+        else if (precision == MXFP4) unit<MXFP4, DOWN>(rank, i, first, columns, x, h, activation);
+        else unit<NVFP4, DOWN>(rank, i, first, columns, x, h, activation);
     });
   }
 };
@@ -150,7 +151,8 @@ struct Consumer {
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 decode_experts(const u16* x, const int* topk_ids, const float* topk_weights, const u64* address,
                const u8* precision, const float* factor, u16* h, Word* done, Word* partial,
-               void* out, u64* arrivals, int tokens, int stages, float limit, int add) {
+               void* out, u64* arrivals, int tokens, int stages, float limit, int add
+               BIAS_PARAMETER) {
   extern __shared__ __align__(128) u8 buffer[];
   __shared__ Shared shared;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -178,7 +180,8 @@ decode_experts(const u16* x, const int* topk_ids, const float* topk_weights, con
     return;
   }
   Consumer consumer{shared, exchange, factor, ring, warp, lane, lane / 4, lane % 4};
-  consumer.phase<false>(x, h, limit);
-  consumer.phase<true>(x, h, limit);
+  const Activation activation{limit BIAS_ARGUMENT};
+  consumer.phase<false>(x, h, activation);
+  consumer.phase<true>(x, h, activation);
   weighted_sum(shared.plan, exchange, topk_weights, out, tokens, add);
 }

@@ -97,9 +97,11 @@ class DecodeExperts:
         activation: SwiGLU,
         out: Tensor,
         accumulate: bool = False,
+        bias: Tensor | None = None,
     ) -> None:
         """As `CudaExperts.forward`, for any number of tokens, every `max_tokens` in a launch."""
         limit = float("inf") if activation.limit is None else activation.limit
+        biases = [] if bias is None else [bias]
         stream = torch.cuda.current_stream(self.device).cuda_stream
         for first in range(0, len(x), self.max_tokens):
             part = slice(first, first + self.max_tokens)
@@ -107,6 +109,6 @@ class DecodeExperts:
                 (self._blocks, 1), self._threads, stream,
                 [x[part], topk_ids[part], topk_weights[part], address_table, precision_table,
                  factor_table, *self._workspace, out[part], self._arrivals, len(x[part]),
-                 self._stages, limit, int(accumulate)],
+                 self._stages, limit, int(accumulate), *biases],
                 cooperative=True,
             )  # fmt: skip

@@ -42,7 +42,8 @@ __device__ __forceinline__ void initialize(int stages, int lane) {
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 decode_experts(const u16* x, const int* topk_ids, const float* topk_weights, const u64* address,
                const u8* precision, const float* factor, Word* h, Word* largest, Word* partial,
-               void* out, u64* arrivals, int tokens, int stages, float limit, int add) {
+               void* out, u64* arrivals, int tokens, int stages, float limit, int add
+               BIAS_PARAMETER) {
   extern __shared__ __align__(128) u8 buffer[];
   const int warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const Plan& plan = shared.plan;
@@ -59,9 +60,10 @@ decode_experts(const u16* x, const int* topk_ids, const float* topk_weights, con
     } else if (warp == WARPS + 1) {
       order_pairs(shared.plan, tokens * TOPK, lane);
       barrier_arrive(shared_address(&shared.ordered));
+      const Activation activation{limit BIAS_ARGUMENT};
       Finisher finisher{factor, lane};
-      finisher.phase<false>(limit);
-      finisher.phase<true>(limit);
+      finisher.phase<false>(activation);
+      finisher.phase<true>(activation);
       shared.exchange.forget(plan, tokens * TOPK, lane);
       if (lane == 0) launches.arrive();
     } else {

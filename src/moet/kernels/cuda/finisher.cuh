@@ -8,7 +8,7 @@ struct Finisher {
   u32 sequence = 0;
 
   template <bool DOWN>
-  __device__ void phase(float limit) {
+  __device__ void phase(const Activation& activation) {
     const Plan& plan = shared.plan;
     const Exchange& exchange = shared.exchange;
     Sums& sums = shared.sums;
@@ -34,8 +34,8 @@ struct Finisher {
             put(to, __float_as_uint(sum[0] * power * gate), exchange.launch);
             put(to + 32, __float_as_uint(sum[1] * power * gate), exchange.launch);
           } else {
-            const u32 value =
-                float_to_bf16(swiglu(sum[0] * power * gate, sum[1] * power * up, limit));
+            const u32 value = float_to_bf16(activation(sum[0] * power * gate, sum[1] * power * up,
+                                                       plan.expert[rank], unit * 32 + lane));
             const u32 next = __shfl_down_sync(0xFFFFFFFFu, value, 1);
             if (lane % 2 == 0)
               put(exchange.h + (pair * INTER + unit * 32 + lane) / 2, value | next << 16,

@@ -126,7 +126,7 @@ struct Products {
     copy_wait<0>();
     const int side = warp / 4;
     const Epilogue epilogue{shared_address(shared.staging[side]), shared.pair, shared.scale,
-                            arguments.out, arguments.limit, warp, lane};
+                            arguments.out, arguments.activation, warp, lane};
     if constexpr (DOWN) epilogue.template output<P, V>(item, acc);
     else epilogue.template hidden<P, V>(item, acc);
   }
@@ -180,12 +180,14 @@ __device__ __forceinline__ void experts(const Arguments& arguments) {
 
 extern "C" __global__ void __launch_bounds__(kThreads)
 gate_up(State* state, const Tile* tiles, const int* sorted, const u8* base, const u8* fp4,
-        const float* scale, u8* h, float limit) {
-  experts<false>({state, tiles, &state->taken[0], sorted, base, fp4, scale, h, limit});
+        const float* scale, u8* h, float limit BIAS_PARAMETER) {
+  experts<false>({state, tiles, &state->taken[0], sorted, base, fp4, scale, h,
+                  {limit BIAS_ARGUMENT}});
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
 down(State* state, const Tile* tiles, const int* sorted, const u8* base, const u8* fp4,
-     const float* scale, u8* partial, float limit) {
-  experts<true>({state, tiles, &state->taken[1], sorted, base, fp4, scale, partial, limit});
+     const float* scale, u8* partial, float limit BIAS_PARAMETER) {
+  experts<true>({state, tiles, &state->taken[1], sorted, base, fp4, scale, partial,
+                 {limit BIAS_ARGUMENT}});
 }

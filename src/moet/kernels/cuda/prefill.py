@@ -17,7 +17,7 @@ from moet.kernels.cuda.target import Target
 PREFILL_TOKENS = 4096
 """The most tokens of one launch; larger calls run in chunks."""
 
-_TILE_BYTES = 32
+_TILE_BYTES = 48
 _SHARED_BYTES = {"prefill_sm90.cu": 1024 + 220 * 1024, "prefill.cu": 80 * 1024}
 _THREADS = {"prefill_sm90.cu": 384, "prefill.cu": 256}
 _TILE_TOKENS = {"prefill_sm90.cu": 128, "prefill.cu": 64}
@@ -102,6 +102,7 @@ class PrefillExperts:
         activation: SwiGLU,
         out: Tensor,
         accumulate: bool = False,
+        bias: Tensor | None = None,
     ) -> None:
         """out[t] (+)= Σ over t's experts, ascending, of weight · FFN_e(x[t]); all on the device.
 
@@ -110,6 +111,7 @@ class PrefillExperts:
         to E4M3).
         """
         limit = float("inf") if activation.limit is None else activation.limit
+        biases = [] if bias is None else [bias]
         stream = torch.cuda.current_stream(self.device).cuda_stream
         threads = _THREADS[self._source]
         for first in range(0, x.shape[0], self.max_tokens):
@@ -123,7 +125,7 @@ class PrefillExperts:
             self._gate_up.launch(
                 (self._blocks, 1), threads, stream,
                 [self._state, self._tiles, self._sorted, self._x_base, self._x_fp4, self._x_scale,
-                 self._h, limit],
+                 self._h, limit, *biases],
             )  # fmt: skip
             if self._quantize is not None:
                 self._quantize.launch(
@@ -133,7 +135,7 @@ class PrefillExperts:
             self._down.launch(
                 (self._blocks, 1), threads, stream,
                 [self._state, self._tiles, self._sorted, self._h_e4m3, self._h, self._h_scale,
-                 self._partial, limit],
+                 self._partial, limit, *biases],
             )  # fmt: skip
             self._sum.launch(
                 (tokens, 1), 256, stream,

@@ -37,7 +37,7 @@ struct Epilogue {
   const int* pairs;     // of the tile's tokens
   const float* scales;  // of their activations, in E4M3
   u8* out;              // h, by sorted position, or the experts' outputs, by pair
-  float limit;
+  Activation activation;
   int warp, lane;
 
   // What is left to multiply for columns 8i + 2t and the next.
@@ -54,6 +54,11 @@ struct Epilogue {
     const int group = item.row_tile * 4 + side * 2;
     // Lane 8k + j stores column j of block k: rows 8 (k % 2) at columns 8 (k / 2).
     const u32 place = staging + lane % 8 * kHiddenStride + warp % 4 * 32 + lane / 8 % 2 * 16;
+#if GPT_OSS
+    const int expert = item.tile.expert, row = group * 32 + warp % 4 * 16 + lane / 4;
+#else
+    constexpr int expert = 0, row = 0;
+#endif
     const float gate_factor = item.tile.factor[0] * power_of(P);
     const float up_factor = item.tile.factor[1] * power_of(P);
 #pragma unroll
@@ -68,9 +73,9 @@ struct Epilogue {
           const float *gate = acc[0] + 4 * (i + j), *up = acc[1] + 4 * (i + j);
 #pragma unroll
           for (int c = 0; c < 2; c++)
-            packed[2 * j + c] =
-                to_bf16x2(swiglu(gate[2 * c] * a.x, up[2 * c] * b.x, limit),
-                          swiglu(gate[2 * c + 1] * a.y, up[2 * c + 1] * b.y, limit));
+            packed[2 * j + c] = to_bf16x2(
+                activation(gate[2 * c] * a.x, up[2 * c] * b.x, expert, row + 8 * c),
+                activation(gate[2 * c + 1] * a.y, up[2 * c + 1] * b.y, expert, row + 8 * c));
         }
         store_transposed(place + ((i - first) * 8 + lane / 16 * 8) * kHiddenStride, packed);
       }

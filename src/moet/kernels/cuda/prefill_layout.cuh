@@ -15,6 +15,9 @@ struct __align__(16) Tile {
   int first, count;
   float factor[3];
   int precision;
+#if GPT_OSS
+  int expert;
+#endif
 };
 
 // What the kernels of a call hand on besides tiles.
@@ -86,7 +89,7 @@ struct Arguments {
   const u8* fp4;      // and of FP4 rows
   const float* scale;  // of base's rows in E4M3
   u8* out;            // h by sorted position, or the experts' outputs by pair
-  float limit;
+  Activation activation;
 };
 
 template <int VALUE>

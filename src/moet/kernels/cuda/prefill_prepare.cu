@@ -72,7 +72,11 @@ __device__ void route(const int* topk_ids, int pairs, const u64* address, const 
     const float* f = factor + expert * 3;
     for (int i = 0; i < parts; i++)
       tiles[at + i] = {row, before + i * size, min(size, own - i * size), {f[0], f[1], f[2]},
-                       precision[expert] & ~kRemote};
+                       precision[expert] & ~kRemote
+#if GPT_OSS
+                       , expert
+#endif
+      };
   }
   each_pair(count, topk_ids, pairs, [&](int pair, int e, u32 same) {
     const int leader = __ffs(same) - 1;

@@ -322,7 +322,7 @@ struct Multiplier {
     if (in_e4m3(P)) shared.scale[side][thread] = scale;
     if (DOWN || in_e4m3(P)) named_barrier(1 + side, 128);
     const Epilogue epilogue{shared_address(shared.staging[side]), shared.pair[side],
-                            shared.scale[side], arguments.out, arguments.limit, int(kept(warp)),
+                            shared.scale[side], arguments.out, arguments.activation, int(kept(warp)),
                             int(kept(lane))};
     if constexpr (DOWN) epilogue.output<P, V>(item, acc);
     else epilogue.hidden<P, V>(item, acc);
@@ -390,12 +390,14 @@ __device__ __forceinline__ void experts(const Arguments& arguments) {
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 gate_up(State* state, const Tile* tiles, const int* sorted, const u8* base, const u8* fp4,
-        const float* scale, u8* h, float limit) {
-  experts<false>({state, tiles, &state->taken[0], sorted, base, fp4, scale, h, limit});
+        const float* scale, u8* h, float limit BIAS_PARAMETER) {
+  experts<false>({state, tiles, &state->taken[0], sorted, base, fp4, scale, h,
+                  {limit BIAS_ARGUMENT}});
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
 down(State* state, const Tile* tiles, const int* sorted, const u8* base, const u8* fp4,
-     const float* scale, u8* partial, float limit) {
-  experts<true>({state, tiles, &state->taken[1], sorted, base, fp4, scale, partial, limit});
+     const float* scale, u8* partial, float limit BIAS_PARAMETER) {
+  experts<true>({state, tiles, &state->taken[1], sorted, base, fp4, scale, partial,
+                 {limit BIAS_ARGUMENT}});
 }

@@ -1,7 +1,7 @@
 // A layer's experts as the device tables have them: where a row's parts lie, what marks it, and the
 // activation between its matrices.
 //
-// Compile-time: HIDDEN, INTER, SLICES.
+// Compile-time: HIDDEN, INTER, SLICES; GPT_OSS: gpt-oss's activation and biases.
 #pragma once
 #include "weights.cuh"
 
@@ -27,8 +27,35 @@ __device__ __forceinline__ float smaller(float a, float b) {
   return d;
 }
 
-__device__ __forceinline__ float swiglu(float gate, float up, float limit) {
-  gate = smaller(gate, limit);
-  up = smaller(-smaller(-up, limit), limit);
-  return __fdividef(gate, 1.0f + __expf(-gate)) * up;
-}
+// From gate's and up's products to h; `limit` is infinite where the model has none.
+#if GPT_OSS
+#define BIAS_PARAMETER , const float* bias
+#define BIAS_ARGUMENT , bias
+
+struct Activation {
+  float limit;
+  const float* bias;  // [EXPERTS][2][INTER]
+
+  // row: of the expert's INTER.
+  __device__ __forceinline__ float operator()(float gate, float up, int expert, int row) const {
+    const float* mine = bias + u64(expert) * (2 * INTER) + min(row, INTER - 1);
+    gate = smaller(gate + mine[0], limit);
+    up += mine[INTER];
+    up = smaller(-smaller(-up, limit), limit);
+    return __fdividef(gate, 1.0f + __expf(-1.702f * gate)) * (up + 1.0f);
+  }
+};
+#else
+#define BIAS_PARAMETER
+#define BIAS_ARGUMENT
+
+struct Activation {
+  float limit;
+
+  __device__ __forceinline__ float operator()(float gate, float up, int, int) const {
+    gate = smaller(gate, limit);
+    up = smaller(-smaller(-up, limit), limit);
+    return __fdividef(gate, 1.0f + __expf(-gate)) * up;
+  }
+};
+#endif

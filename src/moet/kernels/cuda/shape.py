@@ -20,7 +20,8 @@ result is the same."""
 class ExpertsShape:
     """A layer's geometry on one rank.
 
-    slices: of the rank's rows. precisions: those that there are rows of.
+    slices: of the rank's rows. precisions: those that there are rows of. gpt_oss: whether gate and
+    up have biases and the activation is gpt-oss's.
     """
 
     hidden: int
@@ -29,23 +30,29 @@ class ExpertsShape:
     num_experts: int
     top_k: int
     precisions: frozenset[Precision] = frozenset(PRECISION_CODES)
+    gpt_oss: bool = False
 
     @classmethod
     def of(
-        cls, layouts: Mapping[Precision, RowLayout], num_experts: int, top_k: int
+        cls,
+        layouts: Mapping[Precision, RowLayout],
+        num_experts: int,
+        top_k: int,
+        gpt_oss: bool = False,
     ) -> ExpertsShape:
         """The shape that all layouts agree on; raises UnsupportedError when they do not."""
         shapes = {(v.hidden, v.intermediate, v.slices) for v in layouts.values()}
         if len(shapes) != 1:
             raise UnsupportedError(f"the rows of a layer differ in geometry: {sorted(shapes)}.")
-        return cls(*shapes.pop(), num_experts, top_k, frozenset(layouts))
+        return cls(*shapes.pop(), num_experts, top_k, frozenset(layouts), gpt_oss)
 
     def defines(self) -> dict[str, int]:
         """The compile-time constants of the sources."""
-        return {
+        sizes = {
             "HIDDEN": self.hidden, "INTER": self.intermediate, "SLICES": self.slices,
             "EXPERTS": self.num_experts, "TOPK": self.top_k,
         }  # fmt: skip
+        return sizes | ({"GPT_OSS": 1} if self.gpt_oss else {})
 
     @property
     def precision_bits(self) -> int:

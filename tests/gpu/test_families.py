@@ -1,0 +1,217 @@
+"""Families on a GPU: served by real vLLM and compared with transformers, or, where the attention
+has no kernels there, loaded through vLLM's model class and compared up to the routed experts.
+
+The checkpoints are scaled down (`tests/fixtures/`) to sizes that the attention kernels take, with
+random weights; the packs are made on the fly, at 2 bits. A process of its own a family, if many are
+to run at the same time: `pytest -k FAMILY`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import (
+    cleanup_dist_env_and_memory,
+    init_distributed_environment,
+    initialize_model_parallel,
+)
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader import get_model
+from vllm.utils.network_utils import get_open_port
+from vllm.v1.worker.workspace import init_workspace_manager
+
+from moet.checkpoints import Checkpoint
+from moet.eval.pack import packed_experts
+from moet.formats import Precision
+from moet.kernels import SwiGLU
+from moet.kernels.reference import gated
+from moet.pack import Pack, PackRowSource
+from moet.vllm.method import find_runtime, moet_methods
+from tests.fixtures.checkpoints import write_checkpoint
+from tests.vllm.plain import load_plain
+from tests.vllm.serving import (
+    engine,
+    generate,
+    make_pack,
+    prompt_logprobs,
+    prompts,
+    reference_logprobs,
+)
+
+pytestmark = pytest.mark.gpu
+
+IDS = prompts(256, (3, 17, 40, 90, 5, 64, 33, 110))
+SIZES = {"hidden": 256, "intermediate": 128, "top_k": 4}
+TOKENS = 12
+
+
+@dataclass(frozen=True)
+class Case:
+    """format: of the experts; written: arguments of `write_checkpoint`; options: of the engine."""
+
+    format: str
+    written: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+SERVED = {
+    "glm4_moe": Case("nvfp4", {"mtp_format": "bf16"}),
+    "gpt_oss": Case("mxfp4", {"layers": 2}),
+    # The vision tower is there; profiling it would need the processor's files.
+    "kimi_k25": Case("nvfp4", options={"skip_mm_profiling": True}),
+    "kimi_k2": Case("int4_group"),
+    "llama4": Case("bf16", {"top_k": 1, "layers": 2}, {"skip_mm_profiling": True}),
+    "llama4_text": Case("bf16", {"top_k": 1, "layers": 2}),
+    "minimax_m2": Case("fp8_block", {"dense_fp8": True}),
+    "qwen3_next": Case("bf16", {"layers": 2, "mtp": False}),
+}
+LOADED = {
+    "deepseek_v4": Case("mxfp4", {"dense_fp8": True, "mtp": False}),
+    "deepseek_v4_0731": Case("mxfp4", {"dense_fp8": True, "mtp": False}),
+    "glm_moe_dsa": Case("nvfp4", {"mtp": False}),
+}
+
+
+def write(place: Path, family: str, case: Case) -> tuple[Path, Path]:
+    """(checkpoint, pack)."""
+    model = write_checkpoint(place / "model", family, case.format, **{**SIZES, **case.written})
+    return model, make_pack(model, place / "pack")
+
+
+class Served:
+    def __init__(self, model: Path, pack: Path, llm: Any) -> None:
+        self.model, self.pack, self.llm = model, Pack.open(pack), llm
+        (stats,) = llm.collective_rpc("moet_stats")
+        self.rows = sum(of["places"] for of in stats["tiers"] if of["tier"] == "gpu")
+
+    def resize(self, slots: int, places: int) -> None:
+        values = {"base_pool": str(slots), "arena": str(places)}
+        (answer,) = self.llm.collective_rpc("moet_resize", args=(values,))
+        assert "error" not in answer, answer
+
+    def run(self) -> list[Any]:
+        """Greedy tokens and their log-probabilities."""
+        found = []
+        for output in generate(self.llm, IDS, TOKENS, logprobs=0):
+            of = output.outputs[0]
+            rows = zip(of.token_ids, of.logprobs, strict=True)
+            found.append([(token, row[token].logprob) for token, row in rows])
+        return found
+
+
+@pytest.fixture(scope="module", params=SERVED)
+def served(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Served]:
+    case = SERVED[request.param]
+    model, pack = write(tmp_path_factory.mktemp(request.param), request.param, case)
+    settings = {"pack": str(pack), "base_pool": "100%", "arena": "100%"}
+    defaults = {
+        "dtype": "bfloat16", "attention_backend": None, "gpu_memory_utilization": 0.08,
+        "enable_prefix_caching": False,
+    }  # fmt: skip
+    with engine(model, settings, **{**defaults, **case.options}) as llm:
+        yield Served(model, pack, llm)
+
+
+def test_served_is_what_transformers_computes(served: Served, tmp_path: Path) -> None:
+    """BF16 against float32: medians, since a few tokens are routed to other experts."""
+    expected = {}
+    opened = served.pack
+    high = opened.layers[min(opened.layers)].layout.fp4.precision
+    with Checkpoint.open(served.model) as checkpoint, PackRowSource(opened, checkpoint) as source:
+        for precision in (Precision.BASE, high):
+            experts = packed_experts(source, precision)
+            twin = load_plain(checkpoint, tmp_path / precision, experts)
+            expected[precision] = torch.cat(reference_logprobs(twin, IDS))
+    found = torch.cat(prompt_logprobs(served.llm, IDS))
+    error = (found - expected[Precision.BASE]).abs()
+    other = (found - expected[high]).abs()
+    print("error", error.median(), error.max(), "to FP4", other.median(), other.max())
+    assert error.median() < 0.02
+    # What the experts' precision changes is far more than what BF16 does.
+    assert 3 * error.median() < other.median()
+
+
+def test_same_bits_with_a_fifth_of_the_rows_on_the_gpu(served: Served) -> None:
+    everything = served.run()
+    layer = 8  # the most rows of a layer that a step can use
+    served.resize(max(served.rows // 5, 2), max(served.rows // 3, layer + 2))
+    try:
+        for _ in range(2):
+            assert served.run() == everything
+    finally:
+        served.resize(served.rows, served.rows)
+
+
+@contextmanager
+def loaded(model: Path, pack: Path) -> Iterator[VllmConfig]:
+    """The model class with all weights, in this process; its forward pass is never called."""
+    config = EngineArgs(
+        model=str(model), quantization="moet", dtype="bfloat16", enforce_eager=True,
+        max_model_len=256, max_num_seqs=8, skip_tokenizer_init=True,
+        kv_cache_memory_bytes=64 << 20,
+        additional_config={"moet": {"pack": str(pack), "base_pool": "50%", "arena": "100%"}},
+    ).create_engine_config()  # fmt: skip
+    with set_current_vllm_config(config):
+        address = f"tcp://127.0.0.1:{get_open_port()}"
+        init_distributed_environment(1, 0, address, 0, "nccl")
+        initialize_model_parallel(1, 1)
+        init_workspace_manager(torch.device("cuda:0"))
+        try:
+            get_model(vllm_config=config)
+            yield config
+        finally:
+            runtime = find_runtime(config)
+            if runtime is not None:
+                runtime.close()
+            cleanup_dist_env_and_memory()
+
+
+@pytest.mark.parametrize("family", LOADED)
+def test_loaded_experts_are_the_packs(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # GLM-5's class asks for DeepGEMM when it is made; only its forward pass uses it.
+    indexer = "vllm.model_executor.layers.sparse_attn_indexer.has_deep_gemm"
+    monkeypatch.setattr(indexer, lambda: True)
+    model, pack = write(tmp_path, family, LOADED[family])
+    opened = Pack.open(pack)
+    rng = torch.Generator().manual_seed(0)
+    with (
+        loaded(model, pack) as config,
+        Checkpoint.open(model) as checkpoint,
+        PackRowSource(opened, checkpoint) as source,
+    ):
+        geometry = checkpoint.geometry
+        activation = SwiGLU(geometry.swiglu_limit, geometry.swiglu_alpha, geometry.swiglu_beta)
+        experts = packed_experts(source, Precision.BASE)
+        methods = moet_methods(config)
+        layers = [of for of in geometry.moe_layers if of not in geometry.mtp_layers]
+        assert sorted(of.layer for of in methods) == layers
+        for tokens in (3, 60):  # decode, prefill
+            for method in sorted(methods, key=lambda of: of.layer):  # a pass of the model
+                x = torch.randn(tokens, geometry.hidden, generator=rng).bfloat16()
+                scores = torch.rand(tokens, geometry.num_experts, generator=rng)
+                weights, ids = scores.topk(geometry.top_k)
+                found = method.compute(
+                    x.cuda(), weights.cuda(), ids.to(torch.int32).cuda(), attn_metadata=object()
+                )
+                expected = torch.zeros(x.shape, dtype=torch.float64)
+                for expert in range(geometry.num_experts):
+                    gate, up, down = (of.double() for of in experts(method.layer, expert))
+                    hidden = gated(x.double() @ gate.T, x.double() @ up.T, activation)
+                    share = (weights * (ids == expert)).sum(1, keepdim=True)
+                    expected += share * (hidden @ down.T)
+                error = (found.cpu().double() - expected).norm() / expected.norm()
+                assert error < 0.01, (method.layer, tokens, error)
