@@ -1,5 +1,6 @@
 """The gate in vLLM's second runner, whose control flow alone can run here: a toy runner that calls
-the methods in the order of `v1/worker/gpu/model_runner.py`. It has not run on a GPU."""
+the methods in the order of `v1/worker/gpu/model_runner.py`. tests/gpu/test_gate.py has the real
+one."""
 
 from types import SimpleNamespace
 
@@ -28,7 +29,7 @@ class Toy(nn.Module):
     def forward(self, input_ids, positions, inputs_embeds, intermediate_tensors):
         context = get_forward_context()
         marks = fp4_tokens(context)
-        high = torch.zeros(len(input_ids))
+        high = torch.full((len(input_ids),), float(self.experts.fp4))
         if marks is not None:
             high[: len(marks.tokens)] = torch.from_numpy(marks.tokens).float()
         self.calls.append(
@@ -99,8 +100,19 @@ class GatedRunner(GateV2, Runner):
     pass
 
 
+class Experts:
+    """What the gate asks of a rank's runtime."""
+
+    fp4 = False
+
+    def all_at_fp4(self, on):
+        self.fp4 = on
+        return True
+
+
 def runner(gate, prompts_fp4=False):
     made = GatedRunner()
+    made.moet_runtime = made.model.experts = Experts()
     made.moet_attach()
     made.moet_gate, made.moet_prompts_fp4 = gate, prompts_fp4
     return made
@@ -153,7 +165,11 @@ def test_off_and_always():
     made.moet_gate.set(1.0, 1.0)
     _, hidden = step(made, batch(*MIXED))
     assert hidden[:, 0].tolist() == [102, 9, 22, 24, 26]
-    assert made.model.calls[-1][:2] == ([101, 8, 21, 23, 25], True)
+    assert len(made.model.calls) == 2  # the first pass is at FP4
+    assert (made.moet_gate.tokens, made.moet_gate.fired) == (2, 2)
+    made.moet_gate.set(0.0, 1.0)
+    _, hidden = step(made, batch(*MIXED))
+    assert hidden[:, 0].tolist() == [101, 8, 21, 23, 25]
 
 
 def test_prompts_at_fp4_run_without_graphs():

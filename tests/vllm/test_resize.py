@@ -23,6 +23,7 @@ class Runtime:
     """A rank of two layers of 16 experts, half of them FP4; remembers what it was asked."""
 
     precision = {layer: [BASE] * 8 + [FP4] * 8 for layer in (3, 4)}  # noqa: RUF012
+    recovery = {}  # noqa: RUF012
 
     def __init__(self, *tiers: str, refuses: Precision | None = None) -> None:
         self.tiers, self.refuses = tiers or ("gpu", "arena"), refuses

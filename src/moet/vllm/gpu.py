@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from vllm.distributed import get_tp_group
@@ -20,10 +19,12 @@ from moet.pack import RowSource
 from moet.residency.cuda import CudaTierDevice
 from moet.residency.tiers import TieredResidency, TierSizes
 from moet.vllm.failures import StepMark
+from moet.vllm.gate.gate import Gate
+from moet.vllm.gpu_tables import ExpertTable, all_at
 from moet.vllm.layer import Biases
 from moet.vllm.phase import Fp4Tokens
 from moet.vllm.progress import Summary
-from moet.vllm.rank import RankExperts, close_all, factors_of
+from moet.vllm.rank import RankExperts, close_all
 from moet.vllm.stats import describe_tiers, tier_stats
 
 
@@ -33,7 +34,8 @@ class GPURuntime(RankExperts):
 
     geometry: of the model. tiers: of the rank's rows. device: theirs. source: rows come from there.
     precision: of every expert, by layer. operator: computes. ends: the layers
-    that a pass of the target model, or of the draft, computes last.
+    that a pass of the target model, or of the draft, computes last. recovery: by layer, the
+    precision of FP4 tokens' experts; empty if there are none. gate: the confidence gate, if any.
     """
 
     geometry: Geometry
@@ -44,13 +46,20 @@ class GPURuntime(RankExperts):
     operator: CudaExperts
     ends: frozenset[int]
     biases: dict[int, Biases] = field(default_factory=dict)
-    gate: None = None
+    recovery: Mapping[int, Precision] = field(default_factory=dict)
+    gate: Gate | None = None
 
     def __post_init__(self) -> None:
-        layers = sorted(self.precision)
-        self._index = {layer: index for index, layer in enumerate(layers)}
-        factors = [factors_of(self.source, layer, self.precision[layer]) for layer in layers]
-        self._factors = torch.from_numpy(np.stack(factors)).cuda()
+        self._index = {layer: index for index, layer in enumerate(sorted(self.precision))}
+        on = self.device.code.device
+        self._own = ExpertTable.of(self.precision, self.source, on)
+        # What graphs read: it is changed in place, between two steps.
+        self._now = ExpertTable(self.device.code, self._own.factors.clone())
+        self._fp4 = self._own
+        if self.recovery:
+            every = all_at(self.recovery, self.geometry.num_experts)
+            self._fp4 = ExpertTable.of(every, self.source, on)
+        self._all_at_fp4 = False
         self._failed = 0
         tiers = self.tiers
         self._summary = Summary(lambda: describe_tiers(tiers.metrics()))
@@ -68,27 +77,58 @@ class GPURuntime(RankExperts):
     ) -> Tensor:
         """See the base class. x: bfloat16.
 
-        Launches only, so that it may be captured in a CUDA graph. vLLM's warm-up passes, which have
-        no requests, are given zeros: they would ask for all experts of all layers.
+        Launches only, so that it may be captured in a CUDA graph; with FP4 tokens it may not, since
+        a replay would not see them. vLLM's warm-up passes, which have no requests, are given zeros:
+        they would ask for all experts of all layers.
         """
-        assert fp4 is None, "refused at start"
-        if attn_metadata is None and not torch.cuda.is_current_stream_capturing():
+        capturing = torch.cuda.is_current_stream_capturing()
+        assert fp4 is None or not capturing
+        if attn_metadata is None and not capturing:
             return torch.zeros_like(x)
-        index = self._index[layer]
-        ids = topk_ids.to(torch.int32).contiguous()
-        weights = topk_weights.to(torch.float32).contiguous()
-        out = torch.empty(x.shape, dtype=self.operator.out_dtype, device=x.device)
-        biases = self.biases.get(layer)
-        rows = self.device.ensure(index, ids)
-        self.operator.forward(
-            x.contiguous(), ids, weights, rows.address, rows.precision, self._factors[index],
-            activation, out, bias=None if biases is None else biases.gate_up,
-        )  # fmt: skip
+        x = x.contiguous()
+        call = _Call(
+            self._index[layer],
+            x,
+            topk_ids.to(torch.int32).contiguous(),
+            topk_weights.to(torch.float32).contiguous(),
+            activation,
+            torch.empty(x.shape, dtype=self.operator.out_dtype, device=x.device),
+            self.biases.get(layer),
+        )
+        if fp4 is None:
+            self._compute(call, self._now)
+        elif fp4.all:
+            self._compute(call, self._fp4, repeats=fp4.again)
+        else:
+            # Both times all tokens of the pass, some without experts: how many a pass has chooses
+            # its kernel, and so the bits of its output.
+            marked = fp4.padded_on(x.shape[0], x.device)
+            self._compute(call.without(marked), self._now, part=0)
+            self._compute(call.without(~marked), self._fp4, part=1)
         if layer in self.ends:
             self.device.finish()
-        if biases is not None:
-            biases.add_down(ids, weights, out)
-        return out.to(x.dtype)
+        if call.biases is not None:
+            call.biases.add_down(call.ids, call.weights, call.out)
+        return call.out.to(x.dtype)
+
+    def _compute(
+        self, call: _Call, table: ExpertTable, *, repeats: bool = False, part: int | None = None
+    ) -> None:
+        """repeats, part: as of `CudaTierDevice.ensure`; later parts are added."""
+        index = call.index
+        rows = self.device.ensure(index, call.ids, code=table.code, repeats=repeats, part=part)
+        self.operator.forward(
+            call.x, call.ids, call.weights, rows.address, rows.precision, table.factors[index],
+            call.activation, call.out, accumulate=bool(part),
+            bias=None if call.biases is None else call.biases.gate_up,
+        )  # fmt: skip
+
+    def all_at_fp4(self, on: bool) -> bool:
+        """See the base class; for the thread that launches steps, between two of them."""
+        if on != self._all_at_fp4:
+            self._all_at_fp4 = on
+            self._now.become(self._fp4 if on else self._own)
+        return True
 
     def mark(self) -> StepMark:
         """Behind the step that has just been launched."""
@@ -97,7 +137,8 @@ class GPURuntime(RankExperts):
 
     def stats(self) -> dict[str, Any]:
         """The rank's statistics as plain values (`stats.tier_stats`)."""
-        return tier_stats(self.tiers.metrics())
+        further = [] if self.gate is None else self.gate.figures()
+        return tier_stats(self.tiers.metrics(), further)
 
     def resize(self, precision: Precision, sizes: TierSizes) -> None:
         """See the base class; between two steps, in the worker's own thread."""
@@ -106,6 +147,24 @@ class GPURuntime(RankExperts):
 
     def close(self) -> None:
         close_all(self.tiers, self.source)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One layer's tokens. index: of the layer. x: bfloat16 [T, hidden]. ids: int32 [T, k]. weights:
+    float32 [T, k]. out: [T, hidden] of the operator's dtype. biases: if the layer has any."""
+
+    index: int
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+    activation: SwiGLU
+    out: Tensor
+    biases: Biases | None
+
+    def without(self, tokens: Tensor) -> _Call:
+        """The same with no experts for these tokens, bool [T]."""
+        return replace(self, ids=self.ids.masked_fill(tokens[:, None], -1))
 
 
 class _FailureMark(StepMark):

@@ -6,21 +6,24 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from vllm import envs
 from vllm.logger import init_logger
 
 from moet.errors import ConfigError, UnsupportedError
 from moet.kernels.cuda.experts import CudaExperts
-from moet.kernels.cuda.shape import PRECISION_CODES, ExpertsShape
+from moet.kernels.cuda.shape import ExpertsShape
 from moet.residency.cuda import CudaTierDevice
 from moet.residency.tiers import TieredResidency
 from moet.settings import Settings
 from moet.vllm.build import counted
 from moet.vllm.construction import ends_failed_steps
+from moet.vllm.gate.gate import Gate
 from moet.vllm.gpu import GPURuntime
+from moet.vllm.gpu_tables import codes
 from moet.vllm.opened import OpenedRows
 from moet.vllm.phase import longest_decode
+from moet.vllm.pools import all_rows
 from moet.vllm.progress import Progress
 from moet.vllm.tiers import most_layer_rows, owned_rows, size_tiers
 
@@ -54,7 +57,9 @@ def build_gpu_runtime(
     geometry, source, precision = opened.geometry, opened.source, opened.precision
     layers = sorted(precision)
     device = torch.device("cuda", torch.cuda.current_device())
-    layouts = {p: source.layouts[p] for of in precision.values() for p in of}
+    recovery = opened.fp4 if settings.recovers else {}
+    owned = owned_rows(precision, recovery)
+    layouts = {p: source.layouts[p] for p in owned}
     operator = CudaExperts(
         ExpertsShape.of(layouts, geometry.num_experts, geometry.top_k, geometry.biases),
         device,
@@ -62,8 +67,8 @@ def build_gpu_runtime(
         torch.float32 if geometry.biases else torch.bfloat16,
         fp8_activations=settings.fp8_activations,
         prefill_tokens=min(4096, vllm_config.scheduler_config.max_num_batched_tokens),
+        batch_invariant=envs.VLLM_BATCH_INVARIANT,
     )
-    owned = owned_rows(precision)
     free, total = torch.cuda.mem_get_info(device)
     layer_rows = most_layer_rows(vllm_config, geometry)
     plan = size_tiers(
@@ -75,10 +80,9 @@ def build_gpu_runtime(
         gpu_total=total,
         layer_rows=layer_rows,
     )
-    code = np.array([[PRECISION_CODES[p] for p in precision[layer]] for layer in layers], np.uint8)
     largest = max(layout.row_bytes for layout in layouts.values())
     tier_device = CudaTierDevice(
-        code,
+        codes(precision),
         {p: layout.row_bytes for p, layout in layouts.items()},
         geometry.top_k,
         device,
@@ -98,7 +102,7 @@ def build_gpu_runtime(
     if verbose:
         lines = [
             f"rows       {opened.about}",
-            f"precision  {settings.precision}: {counted(precision)}",
+            f"precision  {settings.precision}: {counted(all_rows(precision, recovery))}",
             *plan.lines,
         ]
         logger.info("moet serves the routed experts:\n  %s", "\n  ".join(lines))
@@ -113,7 +117,15 @@ def build_gpu_runtime(
     draft = [layer for layer in layers if layer in geometry.mtp_layers]
     # Each draft layer is a pass of its own.
     return GPURuntime(
-        geometry, tiers, tier_device, source, precision, operator, frozenset([target[-1], *draft])
+        geometry,
+        tiers,
+        tier_device,
+        source,
+        precision,
+        operator,
+        frozenset([target[-1], *draft]),
+        recovery=recovery,
+        gate=None if settings.gate is None else Gate(settings.gate.tau, settings.gate.cap),
     )
 
 

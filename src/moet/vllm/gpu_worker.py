@@ -5,10 +5,11 @@ from __future__ import annotations
 from vllm.v1.worker.gpu_worker import Worker
 
 from moet.vllm.failures import StepMark
+from moet.vllm.gate.install import HasGate
 from moet.vllm.steps import ChecksSteps
 
 
-class MoetGPUWorker(ChecksSteps, Worker):  # type: ignore[misc]
+class MoetGPUWorker(HasGate, ChecksSteps, Worker):  # type: ignore[misc]
     """`parallel_config.worker_cls` on a GPU."""
 
     def _mark(self) -> StepMark | None:

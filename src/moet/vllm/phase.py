@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 _FP4_TOKENS = "moet_fp4_tokens"
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Fp4Tokens:
     """Tokens of a forward pass all of whose experts run at FP4.
 
@@ -22,12 +25,24 @@ class Fp4Tokens:
 
     tokens: NDArray[np.bool_]
     again: bool
+    _on_device: Tensor | None = field(default=None, init=False)
 
     def padded(self, num_tokens: int) -> NDArray[np.bool_]:
         """bool [num_tokens]; padding runs at no precision in particular."""
         marks = np.zeros(num_tokens, np.bool_)
         marks[: len(self.tokens)] = self.tokens
         return marks
+
+    @cached_property
+    def all(self) -> bool:
+        """Whether all tokens are marked; then padding runs at FP4, too."""
+        return bool(self.tokens.all())
+
+    def padded_on(self, num_tokens: int, device: torch.device) -> Tensor:
+        """`padded` on the device, copied once: all layers of a pass have as many tokens."""
+        if self._on_device is None or len(self._on_device) != num_tokens:
+            self._on_device = torch.from_numpy(self.padded(num_tokens)).to(device)
+        return self._on_device
 
 
 def mark_fp4_tokens(context: Any, marks: Fp4Tokens) -> None:

@@ -31,13 +31,15 @@ class RankExperts(Closing):
 
     Attributes:
         geometry: of the model. precision: of every expert, by layer. operator: computes.
-        biases: of the layers that have any. gate: the confidence gate, if any.
+        biases: of the layers that have any. recovery: by layer, the precision of FP4 tokens'
+        experts; empty if there are none. gate: the confidence gate, if any.
     """
 
     geometry: Geometry
     precision: Mapping[int, Sequence[Precision]]
     operator: ExpertsOperator | CudaExperts
     biases: dict[int, Biases]
+    recovery: Mapping[int, Precision]
     gate: Gate | None
 
     def check_layer(self, layer: int, experts: int, hidden: int, intermediate: int) -> None:
@@ -76,6 +78,13 @@ class RankExperts(Closing):
     @abstractmethod
     def stats(self) -> dict[str, Any]:
         """The rank's statistics as plain values (`stats.py`)."""
+
+    def all_at_fp4(self, on: bool) -> bool:
+        """From the next pass on all experts run at recovery's precision, or each at its own.
+
+        False: not here; tokens are marked instead (`phase.mark_fp4_tokens`).
+        """
+        return False
 
     def resize(self, precision: Precision, sizes: TierSizes) -> None:
         """Makes room for more or fewer rows while requests are served; returns when it is done.

@@ -65,7 +65,8 @@ def resize_rank(runtime: Any, values: Mapping[str, str], layer_rows: int) -> dic
     try:
         if any(set(of) != {"gpu", "arena"} for of in now.values()):
             raise ConfigError("the pools of a CPU keep the size that they were started with.")
-        rows = Rows(owned := owned_rows(runtime.precision), {p: row_bytes[p] for p in owned})
+        owned = owned_rows(runtime.precision, runtime.recovery)
+        rows = Rows(owned, {p: row_bytes[p] for p in owned})
         sizes = {p: TierSizes(now[p]["gpu"], now[p]["arena"]) for p in owned}
         wanted = changed_sizes(values, rows, sizes, TierOptions(layer_rows=layer_rows))
         by_growth = sorted(wanted, key=lambda p: (wanted[p].slots - sizes[p].slots) * row_bytes[p])

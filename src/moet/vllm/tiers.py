@@ -80,11 +80,20 @@ class Rows:
         )
 
 
-def owned_rows(precision: Mapping[int, Sequence[Precision]]) -> dict[Precision, NDArray[np.bool_]]:
-    """Which rows there are, given the precision of every expert by layer: bool [layers, experts] of
-    each precision, layers ascending."""
+def owned_rows(
+    precision: Mapping[int, Sequence[Precision]], recovery: Mapping[int, Precision] | None = None
+) -> dict[Precision, NDArray[np.bool_]]:
+    """Which rows there are: bool [layers, experts] of each precision, layers ascending.
+
+    Args:
+        precision: of every expert, by layer. recovery: by layer, a precision that all its experts
+            have rows of besides.
+    """
     names = np.array([precision[layer] for layer in sorted(precision)], dtype=np.str_)
     masks = {p: names == p for p in Precision}
+    for index, layer in enumerate(sorted(precision)):
+        if recovery:
+            masks[recovery[layer]][index] = True
     return {p: mask for p, mask in masks.items() if mask.any()}
 
 

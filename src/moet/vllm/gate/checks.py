@@ -43,12 +43,10 @@ def unsupported(vllm_config: Any, settings: Settings) -> Iterator[MoetError]:
             "Start without --worker-cls, and with VLLM_ENABLE_V1_MULTIPROCESSING=1; or without "
             "the settings gate and prefill_precision.",
         )
-    if (settings.recovers or settings.adaptive) and not current_platform.is_cpu():
+    if settings.adaptive and not current_platform.is_cpu():
         yield UnsupportedError(
-            "the gate, prompts at FP4 and the adaptive hot set are not supported on GPUs yet: "
-            "their tiers hold every expert at one precision.",
-            "Start without the settings gate, prefill_precision and adaptive; --precision takes a "
-            "map.",
+            "the adaptive hot set is not supported on GPUs yet.",
+            "Start without the setting adaptive; --precision takes a map.",
         )
     yield from _adaptive(vllm_config, settings)
     if settings.gate is None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -27,6 +28,9 @@ class Gate:
     def __init__(self, tau: float = 0.0, cap: float = 1.0) -> None:
         self.tau, self.cap = tau, cap
         self._fired: dict[str, list[int]] = {}  # by request, ascending positions
+        self._reset()
+
+    def _reset(self) -> None:
         self.steps = 0  # steps in which a token was asked for
         self.gated_steps = 0
         self.tokens = 0  # asked for
@@ -42,6 +46,18 @@ class Gate:
     def set(self, tau: float, cap: float) -> None:
         """From the next step on; positions that have fired stay so."""
         self.tau, self.cap = tau, cap
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """For vLLM's warm-up requests: they fire as often as can be, and nothing is counted."""
+        tau, cap = self.tau, self.cap
+        self.set(float(np.nextafter(1, 0)), 1.0)
+        try:
+            yield
+        finally:
+            self.set(tau, cap)
+            self._fired.clear()
+            self._reset()
 
     def decide(
         self,

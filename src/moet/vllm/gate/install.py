@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 
@@ -15,6 +16,13 @@ class HasGate:
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         install(self)
+
+    def compile_or_warm_up_model(self) -> Any:
+        """vLLM's warm-up requests go through the second pass, too: a kernel that is loaded when the
+        first real one comes could wait for a step that waits for rows."""
+        gate = getattr(self.model_runner, "moet_gate", None)
+        with nullcontext() if gate is None else gate.rehearsal():
+            return super().compile_or_warm_up_model()  # type: ignore[misc]
 
 
 def install(worker: Any) -> None:
@@ -37,5 +45,6 @@ def install(worker: Any) -> None:
         if worker.use_v2_model_runner:
             runner.moet_attach()
     if isinstance(runner, kind):
+        runner.moet_runtime = runtime
         runner.moet_gate = None if runtime is None else runtime.gate
         runner.moet_prompts_fp4 = settings.prefill_precision == "fp4"

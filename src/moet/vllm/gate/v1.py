@@ -30,14 +30,17 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from moet.vllm.gate.checks import check_cache
 from moet.vllm.gate.gate import Gate, confidence, known_at_fp4
 from moet.vllm.phase import Fp4Tokens, mark_fp4_tokens
+from moet.vllm.rank import RankExperts
 
 
 class GateV1:
     """Before vLLM's runner class among the bases (`install.py`).
 
-    moet_gate: None where only prompts run at FP4. moet_prompts_fp4: whether they do.
+    moet_gate: None where only prompts run at FP4. moet_prompts_fp4: whether they do. moet_runtime:
+    the rank's.
     """
 
+    moet_runtime: RankExperts
     moet_gate: Gate | None
     moet_prompts_fp4: bool
     vllm_config: Any
@@ -53,6 +56,7 @@ class GateV1:
     device: torch.device
     model: Any
     _moet_pass: tuple[Any, dict[str, Any]]  # of the step that runs: forward context and inputs
+    _moet_all_at_fp4 = False  # the step that runs
     _moet_ends: Tensor  # [requests]: of each, its last token's index in the step
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -67,7 +71,8 @@ class GateV1:
 
     def _model_forward(self, **inputs: Any) -> Any:
         context = get_forward_context()
-        if (marks := self._known_at_fp4()) is not None:
+        marks = None if self._moet_all_at_fp4 else self._known_at_fp4()
+        if marks is not None:
             mark_fp4_tokens(context, Fp4Tokens(marks, again=False))
             # What a CUDA graph has captured does not see the marks.
             context.cudagraph_runtime_mode = CUDAGraphMode.NONE
@@ -79,6 +84,8 @@ class GateV1:
         gate = self.moet_gate
         if gate is not None:
             gate.forget(scheduler_output.finished_req_ids)
+            everything = gate.everything
+            self._moet_all_at_fp4 = self.moet_runtime.all_at_fp4(everything) and everything
         output = super().execute_model(  # type: ignore[misc]
             scheduler_output, intermediate_tensors
         )
@@ -90,6 +97,8 @@ class GateV1:
     def _decide_again(self, gate: Gate, state: Any) -> None:
         """Replaces, in the step's state, the hidden states and logits of the tokens that fire."""
         fired = asked = self._fired(gate, state.logits)
+        if self._moet_all_at_fp4:
+            return
         start = time.perf_counter()
         if gate.everything:
             state.hidden_states.copy_(self._step_again())

@@ -1,14 +1,13 @@
 """The gate in vLLM's second model runner (`v1/worker/gpu/model_runner.py`), CUDA's default.
 
-Written from vLLM 0.32's source; vLLM's CPU build cannot run this runner.
-
 Here logits are computed in `sample`, by the model's `compute_logits`, so the decision is made right
 behind that call: before grammar masks, with the hidden states in hand, which are overwritten in
 place (prompt log-probabilities are computed from them later). The second pass is the same as in the
 first runner (`v1.py`): a decode step of the doubtful tokens alone, without CUDA graphs.
 
 A step that runs as one CUDA graph sees no marks (`known_at_fp4`). It has one token a request, so
-its marked tokens are decided again, whatever their logits.
+its marked tokens are decided again, whatever their logits. When every token fires, there is no
+second pass: the graphs themselves run at FP4 then (`RankExperts.all_at_fp4`).
 """
 
 from __future__ import annotations
@@ -29,14 +28,17 @@ from moet.errors import UnsupportedError
 from moet.vllm.gate.checks import check_cache
 from moet.vllm.gate.gate import Gate, confidence, known_at_fp4
 from moet.vllm.phase import Fp4Tokens, mark_fp4_tokens
+from moet.vllm.rank import RankExperts
 
 
 class GateV2:
     """Before vLLM's runner class among the bases (`install.py`).
 
-    moet_gate: None where only prompts run at FP4. moet_prompts_fp4: whether they do.
+    moet_gate: None where only prompts run at FP4. moet_prompts_fp4: whether they do. moet_runtime:
+    the rank's, which runs all experts at FP4 when it is told to.
     """
 
+    moet_runtime: RankExperts
     moet_gate: Gate | None
     moet_prompts_fp4: bool
     vllm_config: Any
@@ -45,14 +47,13 @@ class GateV2:
     req_states: Any
     model_state: Any
     cudagraph_manager: Any
-    execute_model_state: Any
     device: torch.device
     model: Any
     _moet_marks: NDArray[np.bool_] | None = None  # of the step that runs
     _moet_one_graph = False  # it runs as one CUDA graph
     _moet_tables: tuple[tuple[Tensor, ...], Tensor]  # its block tables and KV slots, by group
     _moet_step: Any = None  # hidden states and batch, while logits are being computed
-    _moet_state: Any = None  # the step's `ExecuteModelState`
+    _moet_all_at_fp4 = False  # the step that runs
 
     def moet_attach(self) -> None:
         """Hooks into the loaded model: its logits, and the context in which it runs."""
@@ -82,8 +83,11 @@ class GateV2:
         )
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.moet_gate is not None:
-            self.moet_gate.forget(scheduler_output.finished_req_ids)
+        gate = self.moet_gate
+        if gate is not None:
+            gate.forget(scheduler_output.finished_req_ids)
+            everything = gate.everything
+            self._moet_all_at_fp4 = self.moet_runtime.all_at_fp4(everything) and everything
         try:
             return super().execute_model(  # type: ignore[misc]
                 scheduler_output, *args, **kwargs
@@ -97,18 +101,10 @@ class GateV2:
         batch = super().prepare_inputs(  # type: ignore[misc]
             scheduler_output, batch_req_state, batch_desc, *args
         )
-        computed, lengths = batch.num_computed_tokens_np, batch.num_scheduled_tokens
-        self._moet_marks = known_at_fp4(
-            batch.req_ids,
-            computed,
-            lengths,
-            self.req_states.prompt_len.np[batch.idx_mapping_np],
-            computed + lengths < batch.prefill_len_np,
-            self.moet_gate,
-            self.moet_prompts_fp4,
-        )
+        self._moet_marks = None if self._moet_all_at_fp4 else self._known_at_fp4(batch)
         self._moet_one_graph = batch_desc.cg_mode == CUDAGraphMode.FULL
-        if self._moet_marks is not None and self._moet_one_graph and (lengths > 1).any():
+        several = (batch.num_scheduled_tokens > 1).any()
+        if self._moet_marks is not None and self._moet_one_graph and several:
             raise UnsupportedError(
                 "prompts run as one CUDA graph, which cannot run some of their tokens at FP4.",
                 'Start with --compilation-config \'{"cudagraph_mode": "FULL_AND_PIECEWISE"}\'.',
@@ -120,10 +116,6 @@ class GateV2:
         self._moet_tables = super().prepare_attn(input_batch)  # type: ignore[misc]
         return self._moet_tables
 
-    def sample_tokens(self, grammar_output: Any) -> Any:
-        self._moet_state = self.execute_model_state
-        return super().sample_tokens(grammar_output)  # type: ignore[misc]
-
     def sample(self, hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> Any:
         self._moet_step = hidden_states, input_batch
         try:
@@ -131,9 +123,22 @@ class GateV2:
                 hidden_states, input_batch, grammar_output
             )
         finally:
-            self._moet_step = self._moet_state = self._moet_marks = None
+            self._moet_step = self._moet_marks = None
 
     # -- the first pass ----------------------------------------------------------------------
+
+    def _known_at_fp4(self, batch: Any) -> NDArray[np.bool_] | None:
+        """The step's tokens that run at FP4 in the first pass: bool [tokens], or None for none."""
+        computed, lengths = batch.num_computed_tokens_np, batch.num_scheduled_tokens
+        return known_at_fp4(
+            batch.req_ids,
+            computed,
+            lengths,
+            self.req_states.prompt_len.np[batch.idx_mapping_np],
+            computed + lengths < batch.prefill_len_np,
+            self.moet_gate,
+            self.moet_prompts_fp4,
+        )
 
     def _mark(self) -> None:
         """Called before the model runs, unless that is a replay."""
@@ -166,15 +171,11 @@ class GateV2:
         gate, start = self.moet_gate, time.perf_counter()
         asked = self._fired(batch, logits)
         fired = self._forced(asked)
-        if gate is not None and gate.everything:
-            states.copy_(self._step_again(batch))
-            fired = np.arange(len(logits))  # pieces of prompts, too
-        elif fired.size:
-            tokens = batch.logits_indices[self._index(fired)]
-            states[tokens] = self._tokens_again(batch, fired, tokens)
-        else:
+        if self._moet_all_at_fp4 or not fired.size:
             return logits
         rows = self._index(fired)
+        tokens = batch.logits_indices[rows]
+        states[tokens] = self._tokens_again(batch, fired, tokens)
         again = compute(states[batch.logits_indices[rows]], *args, **kwargs)
         if gate is not None:
             flipped = again.argmax(-1) != logits[rows].argmax(-1)
@@ -205,19 +206,6 @@ class GateV2:
             return fired
         return np.union1d(fired, self._moet_marks.nonzero()[0])
 
-    def _step_again(self, batch: Any) -> Tensor:
-        """The whole step at FP4: its hidden states, [tokens with padding, hidden]."""
-        state = self._moet_state
-        marks = Fp4Tokens(np.ones(batch.num_tokens, np.bool_), again=True)
-        return self._run(
-            self._inputs(batch),
-            state.attn_metadata,
-            state.slot_mappings_by_layer,
-            batch.num_tokens_after_padding,
-            marks,
-            batch.is_padding,
-        )
-
     def _tokens_again(self, batch: Any, requests: NDArray[np.int64], tokens: Tensor) -> Tensor:
         """Those requests' last tokens at FP4, `tokens` in the step: hidden states, [n, hidden]."""
         tables, slots = self._moet_tables
@@ -241,39 +229,21 @@ class GateV2:
             positions=batch.positions[tokens],
             is_prefilling=torch.zeros(count, dtype=torch.bool),
         )
-        inputs = {name: _of(value, tokens) for name, value in self._inputs(batch).items()}
-        marks = Fp4Tokens(np.ones(count, np.bool_), again=True)
-        by_layer = build_slot_mappings_by_layer(slots, self.kv_cache_config)
-        return self._run(inputs, metadata, by_layer, count, marks, None)
-
-    def _inputs(self, batch: Any) -> dict[str, Any]:
-        """What the model takes for the whole step."""
-        return {
+        inputs = {
             "input_ids": batch.input_ids,
             "positions": batch.positions,
             "inputs_embeds": None,
             "intermediate_tensors": None,
             **self.model_state.prepare_inputs(batch, self.req_states),
         }
-
-    def _run(
-        self,
-        inputs: dict[str, Any],
-        metadata: Any,
-        slots: Any,
-        tokens: int,
-        marks: Fp4Tokens,
-        is_padding: Tensor | None,
-    ) -> Tensor:
         with set_forward_context(
             metadata,
             self.vllm_config,
-            num_tokens=tokens,
-            slot_mapping=slots,
-            is_padding=is_padding,
+            num_tokens=count,
+            slot_mapping=build_slot_mappings_by_layer(slots, self.kv_cache_config),
         ):
-            mark_fp4_tokens(get_forward_context(), marks)
-            hidden: Tensor = self.model(**inputs)
+            mark_fp4_tokens(get_forward_context(), Fp4Tokens(np.ones(count, np.bool_), again=True))
+            hidden: Tensor = self.model(**{name: _of(of, tokens) for name, of in inputs.items()})
         return hidden
 
     def _index(self, rows: NDArray[np.int64]) -> Tensor:
