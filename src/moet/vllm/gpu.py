@@ -17,15 +17,18 @@ from moet.kernels import SwiGLU
 from moet.kernels.cuda.experts import CudaExperts
 from moet.pack import RowSource
 from moet.residency.cuda import CudaTierDevice
-from moet.residency.tiers import TieredResidency, TierSizes
+from moet.residency.hot_set import HotSetOptions
+from moet.residency.tiers import Tier, TieredResidency, TierSizes
+from moet.residency.tiers.hot import TierHotSet
 from moet.vllm.failures import StepMark
 from moet.vllm.gate.gate import Gate
+from moet.vllm.gpu_hot import HotSteps
 from moet.vllm.gpu_tables import ExpertTable, all_at
 from moet.vllm.layer import Biases
 from moet.vllm.phase import Fp4Tokens
 from moet.vllm.progress import Summary
 from moet.vllm.rank import RankExperts, close_all
-from moet.vllm.stats import describe_tiers, tier_stats
+from moet.vllm.stats import describe_tiers, hot_set_figures, tier_stats
 
 
 @dataclass
@@ -36,6 +39,7 @@ class GPURuntime(RankExperts):
     precision: of every expert, by layer. operator: computes. ends: the layers
     that a pass of the target model, or of the draft, computes last. recovery: by layer, the
     precision of FP4 tokens' experts; empty if there are none. gate: the confidence gate, if any.
+    hot_set: of the adaptive hot set, if there is one; recovery has one precision then.
     """
 
     geometry: Geometry
@@ -48,6 +52,7 @@ class GPURuntime(RankExperts):
     biases: dict[int, Biases] = field(default_factory=dict)
     recovery: Mapping[int, Precision] = field(default_factory=dict)
     gate: Gate | None = None
+    hot_set: HotSetOptions | None = None
 
     def __post_init__(self) -> None:
         self._index = {layer: index for index, layer in enumerate(sorted(self.precision))}
@@ -60,6 +65,7 @@ class GPURuntime(RankExperts):
             every = all_at(self.recovery, self.geometry.num_experts)
             self._fp4 = ExpertTable.of(every, self.source, on)
         self._all_at_fp4 = False
+        self._hot = None if self.hot_set is None else self._make_hot_set(self.hot_set)
         self._failed = 0
         tiers = self.tiers
         self._summary = Summary(lambda: describe_tiers(tiers.metrics()))
@@ -130,6 +136,21 @@ class GPURuntime(RankExperts):
             self._now.become(self._fp4 if on else self._own)
         return True
 
+    def begin_step(self) -> None:
+        """Before a step is launched, on its stream."""
+        if self._hot is not None:
+            self._hot.begin_step()
+
+    def _make_hot_set(self, options: HotSetOptions) -> HotSteps:
+        (precision,) = set(self.recovery.values())
+        tiers = self.tiers
+        shape = len(self._index), self.geometry.num_experts
+        capacity = tiers.metrics().tiers[precision, Tier.GPU].places
+        hot = TierHotSet(
+            shape, options, capacity, lambda rows, failed: tiers.fetch(precision, rows, failed)
+        )
+        return HotSteps(hot, options.every, self.device, self._own, self._fp4, self._now)
+
     def mark(self) -> StepMark:
         """Behind the step that has just been launched."""
         self._summary()
@@ -138,12 +159,16 @@ class GPURuntime(RankExperts):
     def stats(self) -> dict[str, Any]:
         """The rank's statistics as plain values (`stats.tier_stats`)."""
         further = [] if self.gate is None else self.gate.figures()
+        if self._hot is not None:
+            further += hot_set_figures(self._hot.hot.size, self._hot.hot.exchanges)
         return tier_stats(self.tiers.metrics(), further)
 
     def resize(self, precision: Precision, sizes: TierSizes) -> None:
         """See the base class; between two steps, in the worker's own thread."""
         self.tiers.resize(precision, sizes).result()
         self.device.trim()
+        if self._hot is not None and precision in self.recovery.values():
+            self._hot.hot.capacity = sizes.slots
 
     def close(self) -> None:
         close_all(self.tiers, self.source)

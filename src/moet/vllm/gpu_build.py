@@ -14,6 +14,7 @@ from moet.errors import ConfigError, UnsupportedError
 from moet.kernels.cuda.experts import CudaExperts
 from moet.kernels.cuda.shape import ExpertsShape
 from moet.residency.cuda import CudaTierDevice
+from moet.residency.hot_set import HotSetOptions
 from moet.residency.tiers import TieredResidency
 from moet.settings import Settings
 from moet.vllm.build import counted
@@ -57,7 +58,9 @@ def build_gpu_runtime(
     geometry, source, precision = opened.geometry, opened.source, opened.precision
     layers = sorted(precision)
     device = torch.device("cuda", torch.cuda.current_device())
-    recovery = opened.fp4 if settings.recovers else {}
+    recovery = opened.fp4 if settings.recovers or settings.adaptive else {}
+    if settings.adaptive and len(set(recovery.values())) > 1:
+        raise ConfigError("an adaptive hot set needs one FP4 format in all layers.")
     owned = owned_rows(precision, recovery)
     layouts = {p: source.layouts[p] for p in owned}
     operator = CudaExperts(
@@ -110,7 +113,9 @@ def build_gpu_runtime(
     sys.setswitchinterval(_SWITCH_SECONDS)
     tiers.start()
     progress = Progress()
-    tiers.preload(progress if verbose else None)
+    # A hot set begins empty.
+    loaded = set(owned) - set(recovery.values()) if settings.adaptive else owned
+    tiers.preload(progress if verbose else None, loaded)
     if verbose:
         logger.info("moet: %d rows are in memory after %.1f s.", progress.rows, progress.seconds)
     target = [layer for layer in layers if layer not in geometry.mtp_layers]
@@ -126,6 +131,9 @@ def build_gpu_runtime(
         frozenset([target[-1], *draft]),
         recovery=recovery,
         gate=None if settings.gate is None else Gate(settings.gate.tau, settings.gate.cap),
+        hot_set=None
+        if (hot := settings.adaptive) is None
+        else HotSetOptions(hot.every, hot.margin),
     )
 
 

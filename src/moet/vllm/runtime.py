@@ -28,7 +28,7 @@ from moet.vllm.layer import Biases
 from moet.vllm.phase import Fp4Tokens, decode_tokens
 from moet.vllm.progress import Summary
 from moet.vllm.rank import RankExperts, close_all, factors_of
-from moet.vllm.stats import Figure, describe, rank_stats
+from moet.vllm.stats import describe, hot_set_figures, rank_stats
 
 
 @dataclass
@@ -125,11 +125,7 @@ class Runtime(RankExperts):
         """The rank's statistics as plain values (`stats.rank_stats`)."""
         further = [] if self.gate is None else self.gate.figures()
         if (hot := self.manager.hot_set) is not None:
-            further += [
-                Figure("hot_set_rows", "Experts of the adaptive hot set.", hot.size, "gauge"),
-                Figure("hot_set_exchanges", "Experts that another one replaced.", hot.exchanges),
-                Figure("history_dependent", "1: outputs depend on earlier requests.", 1, "gauge"),
-            ]
+            further += hot_set_figures(hot.size, hot.exchanges)
         return rank_stats(self.manager.metrics(), further)
 
     def close(self) -> None:

@@ -116,6 +116,15 @@ def tier_stats(metrics: TierMetrics, further: Iterable[Figure] = ()) -> dict[str
     }
 
 
+def hot_set_figures(size: int, exchanges: int) -> list[Figure]:
+    """Of an adaptive hot set."""
+    return [
+        Figure("hot_set_rows", "Experts of the adaptive hot set.", size, "gauge"),
+        Figure("hot_set_exchanges", "Experts that another one replaced.", exchanges),
+        Figure("history_dependent", "1: outputs depend on earlier requests.", 1, "gauge"),
+    ]
+
+
 def describe(metrics: Metrics) -> str:
     """One line for the log."""
     misses = sum(metrics.misses.values())

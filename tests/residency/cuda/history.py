@@ -72,6 +72,7 @@ class History:
         self.decoded = 0
         self.faults = False
         self.failed: set[int] = set()
+        self.unreadable: set[int] = set()
 
     def run(self) -> None:
         rng, manager = self.rng, self.manager
@@ -193,6 +194,11 @@ class History:
             }
         elif choice < 0.5:
             self.source.broken = set()
+        elif choice < 0.6:
+            precision = rng.choice(list(self.owned))
+            rows = np.flatnonzero(self.owned[precision]).tolist()
+            chosen = rng.sample(rows, rng.randint(0, min(8, len(rows))))
+            self.manager.fetch(precision, chosen, self.unreadable)
 
     def _note_failure(self) -> None:
         if step := self.device.failed_step():
@@ -205,7 +211,7 @@ class History:
         steps.synchronize()
         self._note_failure()
         assert steps.wrong == 0, f"{steps.wrong} rows were wrong"
-        assert self.faults or device.failed_steps() == 0
+        assert self.faults or device.failed_steps() == 0 and not self.unreadable
         assert device.failed_steps() >= len(self.failed)
         assert (steps.zeros > 0) == (device.failed_steps() > 0)
         for future in resizes:

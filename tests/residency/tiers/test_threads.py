@@ -115,6 +115,21 @@ def test_rows_of_a_pack_are_right_at_any_time(pack_path: Path, policy: str) -> N
         assert now.stall_seconds > 0
 
 
+def test_rows_are_fetched_before_a_step_asks_for_them(pack_path: Path) -> None:
+    with serve(pack_path) as served:
+        failed: set[int] = set()
+        served.manager.fetch(FP4, [1, EXPERTS + 5], failed).result(timeout=10)
+        wanted, table = {(FP4, 0, 1), (FP4, 1, 5)}, served.device.table
+        end = time.monotonic() + 10
+        while time.monotonic() < end and set(table) != wanted:
+            time.sleep(1e-3)
+        assert set(table) == wanted
+        served.device.step([(0, [(FP4, 1)]), (1, [(FP4, 5)])])
+        now = served.manager.metrics()
+        assert now.requests == 0
+        assert not failed
+
+
 def test_nothing_starts_while_the_device_is_to_be_quiet(pack_path: Path) -> None:
     with serve(pack_path) as served:
         manager = served.manager

@@ -177,6 +177,11 @@ class CudaTierDevice(TierDevice):
         device; to be read in stream order."""
         return self._kernels.failures
 
+    def use_on_device(self) -> Tensor:
+        """How many decode steps have used each expert, at any precision, as the stream's work so
+        far leaves it: int64 [layers, experts], on the device."""
+        return self._kernels.use.sum(0)
+
     def failed_step(self) -> int:
         """The newest step that has failed; 0: none has."""
         return self._mailbox.failures()[1]

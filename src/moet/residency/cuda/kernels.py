@@ -54,7 +54,7 @@ class TierKernels:
         code: uint8 [layers, experts]. planes: bytes of a row, by precision code in use, ascending.
 
     Attributes:
-        code: the same on the device.
+        code: the same on the device. use: int64 [planes, layers, experts], State::use.
     """
 
     def __init__(
@@ -84,6 +84,8 @@ class TierKernels:
             words = state_words(len(planes), layers, experts)
             self._state = torch.zeros(words, dtype=torch.int64, device=device)
             self.failures = self._state[2:3]  # State::failures
+            first, counts = state_words(len(planes), 0, 0), len(planes) * layers * experts
+            self.use = self._state[first : first + counts].view(len(planes), layers, experts)
             self.code = torch.from_numpy(code).to(device)
             torch.cuda.current_stream(device).synchronize()
         # Pinned memory has the same address on the device (unified addressing).

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager, suppress
@@ -117,13 +117,17 @@ class TieredResidency(Closing):
         """One round of the owner's work, in its thread; whether there was any. Never blocks."""
         return self._owner.round()
 
-    def preload(self, progress: Callable[[int, int], None] | None = None) -> None:
+    def preload(
+        self,
+        progress: Callable[[int, int], None] | None = None,
+        precisions: Collection[Precision] | None = None,
+    ) -> None:
         """Fills the tiers by heat, before the first step; the owner thread runs.
 
-        progress: called with (rows loaded, rows to load) now and then.
+        progress: called with (rows loaded, rows to load) now and then. precisions: None: all.
         Raises what the source raises for a row that cannot be read.
         """
-        futures = self.begin_preload()
+        futures = self.begin_preload(precisions)
         for future in futures:
             while True:
                 with suppress(FutureTimeout):
@@ -134,9 +138,18 @@ class TieredResidency(Closing):
                 if future.done():
                     break
 
-    def begin_preload(self) -> list[Future[None]]:
+    def begin_preload(self, precisions: Collection[Precision] | None = None) -> list[Future[None]]:
         """As `preload`, without waiting: a future for each precision."""
-        return [self._submit(partial(self._owner.load, p)) for p in self._kinds]
+        chosen = self._kinds if precisions is None else precisions
+        return [self._submit(partial(self._owner.load, p)) for p in chosen]
+
+    def fetch(self, precision: Precision, rows: Sequence[int], failed: set[int]) -> Future[None]:
+        """Starts to bring in rows that steps will soon ask for, beside the steps.
+
+        rows: flat indices, layer index · experts + expert. failed: those that could not be read are
+        added, by the owner thread. The future says that it has begun.
+        """
+        return self._submit(partial(self._owner.fetch, precision, rows, failed))
 
     def resize(self, precision: Precision, sizes: TierSizes) -> Future[None]:
         """Gives the tiers of a precision other sizes while steps run.

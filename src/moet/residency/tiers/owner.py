@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -19,6 +19,7 @@ from moet.residency.heat import HeatKeeper
 from moet.residency.policy import I64
 from moet.residency.tiers.device import Tier, TierDevice
 from moet.residency.tiers.ensure import Ensure
+from moet.residency.tiers.fetch import Fetch
 from moet.residency.tiers.load import Load
 from moet.residency.tiers.metrics import TierCounters
 from moet.residency.tiers.options import TierOptions, TierSizes, check_sizes
@@ -40,7 +41,7 @@ Command = Callable[[Future[None]], None]
 @dataclass
 class Kind:
     """One precision's rows and what goes on with them. drained: the use that was planned with.
-    loaded: rows that the last load has seen to, and all that it has to."""
+    loaded: rows that the last load has seen to, and all that it has to. fetches: under way."""
 
     rows: RowTiers
     planner: Planner
@@ -48,6 +49,7 @@ class Kind:
     keeper: HeatKeeper | None = None
     load: Load | None = None
     loaded: tuple[int, int] = (0, 0)
+    fetches: list[Fetch] = field(default_factory=list)
 
 
 class Owner:
@@ -129,6 +131,14 @@ class Owner:
         kind = self._kinds[precision]
         kind.load = Load(kind.rows, kind.planner, self._options.io_threads, future)
 
+    def fetch(
+        self, precision: Precision, wanted: Sequence[int], failed: set[int], future: Future[None]
+    ) -> None:
+        """Command: starts to bring in rows (`Fetch`)."""
+        kind, at_once = self._kinds[precision], 2 * self._options.io_threads
+        kind.fetches.append(Fetch(kind.rows, kind.planner, wanted, at_once, failed))
+        future.set_result(None)
+
     def begin_quiet(self, future: Future[None]) -> None:
         """Command: resolved when nothing is in flight and nothing will start."""
         if self._quiet:
@@ -206,6 +216,8 @@ class Owner:
             busy |= bool(kind.rows.moving) and kind.rows.finish_moves()
             if kind.load is not None:
                 kind.load.arrived(errors.get(precision, {}))
+            for fetch in kind.fetches:
+                fetch.arrived(errors.get(precision, {}))
         self._table.flush()
         if self._quiet:
             return busy
@@ -269,6 +281,7 @@ class Owner:
                 over = kind.load.advance()
                 kind.loaded = (kind.load.seen, kind.load.total)
                 kind.load = None if over else kind.load
+            kind.fetches = [fetch for fetch in kind.fetches if not fetch.advance()]
             busy |= kind.planner.move()
         return busy
 

@@ -105,12 +105,25 @@ class Planner:
         rows.drop(row)
         return True
 
+    def make_way(self, row: int) -> bool:
+        """Drops the coldest arena row if the arena is full and that row is worth less than this
+        one of the GPU, which is to leave; whether a row was dropped."""
+        rows = self._rows
+        if rows.arena.spare > 1 or not self._colder(row):
+            return False
+        other = rows.coldest(Tier.ARENA, self.priority)
+        assert other is not None
+        rows.drop(other)
+        return True
+
     def _make_room(self) -> bool:
         """Drops arena rows, so that there are free places for moves and for the next request:
         passing rows, or colder ones than the next to leave the GPU; any for the last place."""
         rows = self._rows
         free = rows.arena.spare + rows.places_coming
         if free > self.limits.moves or (free and not rows.passing and not self._demote):
+            return False
+        if free > 1 and rows.all_in_memory:  # no request can come; moves have what they need
             return False
         row = rows.coldest(Tier.ARENA, self.priority)
         if row is None:

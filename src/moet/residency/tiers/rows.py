@@ -71,6 +71,7 @@ class RowTiers:
     ) -> None:
         self.precision, self.row_bytes = precision, row_bytes
         self.owned = owned
+        self._owned = owned.reshape(-1)
         self.num_experts = owned.shape[1]
         self.state = np.zeros(owned.size, np.uint8)
         self.tier = np.full(owned.size, Tier.DISK, np.uint8)  # of the place in the table
@@ -103,6 +104,11 @@ class RowTiers:
     def places_coming(self) -> int:
         """Places that will be free when the step that runs is done, at most."""
         return self._table.giving_up + self.arena.retired
+
+    @property
+    def all_in_memory(self) -> bool:
+        """Whether there is nothing that a request could ask for."""
+        return bool(((self.state >= _RESIDENT) | ~self._owned).all())
 
     def begin_read(self, row: int, urgent: bool = False) -> bool:
         """DISK → READING, if the arena has a free place. The last one is for urgent reads only."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -42,11 +41,6 @@ def unsupported(vllm_config: Any, settings: Settings) -> Iterator[MoetError]:
             f"the gate, and prompts at FP4, need moet's worker, not {parallel.worker_cls}.",
             "Start without --worker-cls, and with VLLM_ENABLE_V1_MULTIPROCESSING=1; or without "
             "the settings gate and prefill_precision.",
-        )
-    if settings.adaptive and not current_platform.is_cpu():
-        yield UnsupportedError(
-            "the adaptive hot set is not supported on GPUs yet.",
-            "Start without the setting adaptive; --precision takes a map.",
         )
     yield from _adaptive(vllm_config, settings)
     if settings.gate is None:
