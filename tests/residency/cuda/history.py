@@ -211,7 +211,7 @@ class History:
         steps.synchronize()
         self._note_failure()
         assert steps.wrong == 0, f"{steps.wrong} rows were wrong"
-        assert self.faults or device.failed_steps() == 0 and not self.unreadable
+        assert self.faults or (device.failed_steps() == 0 and not self.unreadable)
         assert device.failed_steps() >= len(self.failed)
         assert (steps.zeros > 0) == (device.failed_steps() > 0)
         for future in resizes:
