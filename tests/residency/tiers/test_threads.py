@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
@@ -63,8 +63,8 @@ class Served:
         )
         self.manager.start()
 
-    def steps(self, rng: Random, count: int) -> None:
-        """Steps that use experts of low number more often, at either precision."""
+    def steps(self, rng: Random, count: int, precisions: Sequence[Precision] = (BASE, FP4)) -> None:
+        """Steps that use experts of low number more often, at each of these precisions."""
         for _ in range(count):
             self.device.step(
                 [
@@ -72,7 +72,7 @@ class Served:
                         layer,
                         [
                             (precision, expert)
-                            for precision in SIZES
+                            for precision in precisions
                             for expert in {int(EXPERTS * rng.random() ** 2) for _ in range(3)}
                         ],
                     )
@@ -113,6 +113,20 @@ def test_rows_of_a_pack_are_right_at_any_time(pack_path: Path, policy: str) -> N
         assert now.tiers[BASE, Tier.GPU].places == 2
         assert sum(now.hits.values()) > 100
         assert now.stall_seconds > 0
+
+
+def test_rows_stay_in_memory_where_there_is_room_for_all(pack_path: Path) -> None:
+    with serve(pack_path) as served:
+        manager = served.manager
+        manager.resize(BASE, TierSizes(16, 6)).result(timeout=10)
+        manager.preload()
+        before = manager.metrics()
+        for slots, places in ((6, 14), (2, 18), (9, 11)):
+            manager.resize(BASE, TierSizes(slots, places)).result(timeout=10)
+            served.steps(Random(slots), 20, [BASE])  # some change places
+        after = manager.metrics()
+        assert after.demotions >= before.demotions + 14
+        assert (after.evictions, after.disk_reads) == (before.evictions, before.disk_reads)
 
 
 def test_rows_are_fetched_before_a_step_asks_for_them(pack_path: Path) -> None:

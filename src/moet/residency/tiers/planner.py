@@ -88,7 +88,7 @@ class Planner:
             if not rows.resident(row, Tier.GPU):
                 self._demote.popleft()
                 continue
-            if rows.arena.spare < 2 and (rows.places_coming or self._colder(row)):
+            if rows.arena.spare < 2 and (rows.coming(Tier.ARENA) or self._colder(row)):
                 return False  # the arena will have a place for it
             self._demote.popleft()
             if self.send_away(row):
@@ -120,7 +120,7 @@ class Planner:
         """Drops arena rows, so that there are free places for moves and for the next request:
         passing rows, or colder ones than the next to leave the GPU; any for the last place."""
         rows = self._rows
-        free = rows.arena.spare + rows.places_coming
+        free = rows.arena.spare + rows.coming(Tier.ARENA)
         if free > self.limits.moves or (free and not rows.passing and not self._demote):
             return False
         if free > 1 and rows.all_in_memory:  # no request can come; moves have what they need

@@ -100,10 +100,9 @@ class RowTiers:
         old = self._table.giving_up + self.gpu.retired + self.arena.retired
         return len(self.moving) + old
 
-    @property
-    def places_coming(self) -> int:
-        """Places that will be free when the step that runs is done, at most."""
-        return self._table.giving_up + self.arena.retired
+    def coming(self, tier: Tier) -> int:
+        """Places of a tier that will be free when the step that runs is done, at most."""
+        return self._table.giving_up + self.places(tier).retired
 
     @property
     def all_in_memory(self) -> bool:
