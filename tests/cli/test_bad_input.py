@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.cli.conftest import Ran
 from tests.fixtures.checkpoints import write_checkpoint
@@ -55,6 +56,13 @@ def test_a_level_without_its_calibration(moet: Moet, checkpoint: Path, tmp_path:
     ran = moet("pack", checkpoint, "-o", tmp_path / "p", "--level", "2")
     refused(ran, "level 2 needs a calibration", "moet calibrate")
     assert not (tmp_path / "p.partial").exists()
+
+
+def test_a_gpu_that_is_not_there(moet: Moet, checkpoint: Path, tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("it is")
+    ran = moet("pack", checkpoint, "-o", tmp_path / "p", "--device", "cuda")
+    refused(ran, "no NVIDIA GPU", "--device cpu")
 
 
 def test_output_is_taken(moet: Moet, checkpoint: Path, tmp_path: Path) -> None:

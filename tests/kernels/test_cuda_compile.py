@@ -39,6 +39,11 @@ def test_another_shape_compiles(name: str, capability: tuple[int, int]) -> None:
     assert compile_cubin(target.decode, target.architecture, shape | target.defines())
 
 
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_packing_compiles(capability: tuple[int, int]) -> None:
+    assert compile_cubin("pack.cu", Target.of(*capability).architecture, {})[:4] == b"\x7fELF"
+
+
 def test_older_gpus_are_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"7\.5"):
         Target.of(7, 5)

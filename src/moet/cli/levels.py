@@ -12,6 +12,7 @@ import torch
 
 from moet.calibrate import Calibration
 from moet.checkpoints import Checkpoint
+from moet.cli.device import Device
 from moet.cli.ui import err
 from moet.errors import ConfigError, UnsupportedError
 from moet.kernels import SwiGLU
@@ -32,10 +33,12 @@ def level_quantizer(
     calibration: Path | None = None,
     settings: dict[str, Any] | None = None,
     engine: dict[str, Any] | None = None,
+    device: Device = Device.AUTO,
 ) -> Iterator[BaseQuantizer]:
     """The quantizer that makes the pack `out` at `level`; says at the end what it fell back to.
 
-    settings, engine: moet's settings and vLLM's engine arguments for level 3's passes.
+    settings, engine: moet's settings and vLLM's engine arguments for level 3's passes. device:
+    where levels 1 to 3 compute.
     """
     quantizer = LEVELS[level]
     if not issubclass(quantizer, CalibratedQuantizer):
@@ -71,7 +74,11 @@ def level_quantizer(
                     _pass_progress(opened.metadata.windows),
                 )
             )
-        made = quantizer(samples, activation=partial(gated, activation=swiglu_of(checkpoint)))
+        made = quantizer(
+            samples,
+            activation=partial(gated, activation=swiglu_of(checkpoint)),
+            device=device.resolve(),
+        )
         yield made
     _say_bases(made)
 

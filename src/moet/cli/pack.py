@@ -11,6 +11,7 @@ from rich.markup import escape
 
 from moet.checkpoints import Checkpoint
 from moet.checkpoints.hub import SCHEME
+from moet.cli.device import Device, row_encoder
 from moet.cli.engine import engine_options, engine_settings
 from moet.cli.levels import level_quantizer
 from moet.cli.progress import Bar
@@ -74,6 +75,10 @@ def pack(
             "is deleted after use, and the disk needs room for the pack and one shard.",
         ),
     ] = False,
+    device: Annotated[
+        Device,
+        typer.Option(help="Where to quantize: the GPU where there is one (auto), or as said."),
+    ] = Device.AUTO,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Threads, one expert in memory each. Default: cores.")
     ] = None,
@@ -101,6 +106,7 @@ def pack(
             level,
             checkpoint,
             path,
+            device=device,
             calibration=calibration,
             settings=engine_settings(option),
             engine=engine_options(engine),
@@ -113,6 +119,7 @@ def pack(
                 with_fp4=with_fp4,
                 workers=workers,
                 force=force,
+                device=device,
             )
     if as_json:
         emit_json(asdict(report) | {"path": str(report.path)})
@@ -135,16 +142,20 @@ def make_pack(
     with_fp4: bool = False,
     workers: int | None = None,
     force: bool = False,
+    device: Device = Device.AUTO,
 ) -> PackReport:
     """Writes a pack under a progress bar, at level 0 unless a quantizer is given."""
+    quantizer = quantizer or DataFreeQuantizer()
+    encoder = row_encoder(device) if quantizer.level == 0 else None
     with Bar("packing") as bar:
         return write_pack(
             checkpoint,
             path,
-            quantizer=quantizer or DataFreeQuantizer(),
+            quantizer=quantizer,
             slices=slices,
             with_fp4=with_fp4,
             workers=workers,
             progress=bar,
             overwrite=force,
+            encoder=encoder,
         )

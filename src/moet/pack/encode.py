@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,46 +24,68 @@ FP4_RULE = "least_error"  # how our own MXFP4 chooses scales, where the checkpoi
 
 
 @dataclass(frozen=True)
-class EncodedExpert:
-    """An expert's rows, and what its layer's small tensors hold of it.
+class EncodedRows:
+    """An expert's rows, and what its layer's small tensors hold of them.
 
-    base, fp4: whole rows; fp4 is None where it stays in the checkpoint, and fp4_source is then the
-    BLAKE3 of the checkpoint's bytes. factors: float32 [3]. statistics: of gate, up and down.
+    base, fp4: whole rows; fp4 is None where it stays in the checkpoint. factors: float32 [3].
+    statistics: of gate, up and down.
     """
 
     base: U8
     base_factor: NDArray[np.float32]
     fp4: U8 | None
     fp4_factor: NDArray[np.float32]
-    fp4_source: bytes | None
     statistics: list[MatrixStatistics]
 
 
+class RowEncoder(ABC):
+    """Makes the rows of level 0, to the same bits as this module with `DataFreeQuantizer` does."""
+
+    @abstractmethod
+    def encode(self, source: ExpertSource, layout: LayerLayout) -> EncodedRows | None:
+        """None for an expert that this module should encode, or say why it cannot; thread-safe."""
+
+
 def encode_expert(
-    checkpoint: Checkpoint, quantizer: BaseQuantizer, layout: LayerLayout, expert: int
-) -> EncodedExpert:
+    checkpoint: Checkpoint,
+    quantizer: BaseQuantizer,
+    layout: LayerLayout,
+    expert: int,
+    encoder: RowEncoder | None = None,
+) -> tuple[EncodedRows, bytes | None]:
     """Reads and encodes one expert of `layout.layer`; thread-safe.
 
+    Returns also, where its FP4 stays in the checkpoint, the BLAKE3 of the checkpoint's bytes.
     Raises CheckpointError naming the tensor that cannot be read or decoded.
     """
     source = checkpoint.read_expert(layout.layer, expert)
+    digest = None if layout.fp4_in_pack else _source_digest(source)
+    rows = None if encoder is None else encoder.encode(source, layout)
+    return rows or _encode(checkpoint, quantizer, layout, expert, source), digest
+
+
+def _encode(
+    checkpoint: Checkpoint,
+    quantizer: BaseQuantizer,
+    layout: LayerLayout,
+    expert: int,
+    source: ExpertSource,
+) -> EncodedRows:
     weights = checkpoint.decode_expert(layout.layer, expert, source)
     values = Expert(*(weight.numpy() for weight in weights))
     quantized = quantizer.quantize_expert(values, layout.layer, expert)
 
-    fp4, fp4_source = None, None
+    fp4 = None
     if layout.fp4_in_pack:
         matrices, fp4_factor = _fp4(layout.fp4.precision, source, weights)
         fp4 = _row(layout.fp4, matrices)
     else:
         fp4_factor = [_stored_factor(source[projection]) for projection in PROJECTIONS]
-        fp4_source = _source_digest(source)
-    return EncodedExpert(
+    return EncodedRows(
         base=_row(layout.base, [matrix.matrix() for matrix in quantized]),
         base_factor=np.array([matrix.factor for matrix in quantized], np.float32),
         fp4=fp4,
         fp4_factor=np.array(fp4_factor, np.float32),
-        fp4_source=fp4_source,
         statistics=[*map(matrix_statistics, values, quantized)],
     )
 

@@ -13,7 +13,7 @@ from moet.checkpoints.base import PROJECTIONS
 from moet.checkpoints.reader import Checkpoint
 from moet.formats.base import FORMATS
 from moet.formats.layout import Precision
-from moet.pack.encode import encode_expert
+from moet.pack.encode import RowEncoder, encode_expert
 from moet.pack.files import sync_directory, write_exact, writing
 from moet.pack.layer import Arrays, LayerLayout, layer_file_name, slice_digests
 from moet.pack.manifest import Fp4, LayerEntry, Recipe, Source
@@ -35,7 +35,9 @@ class LayerWriter:
         layout: LayerLayout,
         recipe: Recipe,
         directory: Path,
+        encoder: RowEncoder | None = None,
     ) -> None:
+        self._encoder = encoder
         self._checkpoint, self._quantizer, self._layout = checkpoint, quantizer, layout
         self._path = directory / layer_file_name(layout.layer)
         self._temporary = self._path.with_name(self._path.name + ".tmp")
@@ -53,7 +55,9 @@ class LayerWriter:
     def write_expert(self, expert: int) -> tuple[int, int]:
         """Encodes an expert and writes its rows; returns the bytes read and written."""
         layout, arrays = self._layout, self._arrays
-        done = encode_expert(self._checkpoint, self._quantizer, layout, expert)
+        done, source_digest = encode_expert(
+            self._checkpoint, self._quantizer, layout, expert, self._encoder
+        )
         arrays["base_factor"][expert] = done.base_factor
         arrays["base_blake3"][expert] = slice_digests(layout.base, done.base)
         arrays["fp4_factor"][expert] = done.fp4_factor
@@ -64,9 +68,9 @@ class LayerWriter:
                 arrays["fp4_blake3"][expert] = slice_digests(layout.fp4, done.fp4)
                 write_exact(fd, done.fp4, layout.row_offset(layout.fp4.precision, expert))
                 written += done.fp4.nbytes
-        if done.fp4_source is not None:
+        if source_digest is not None:
             arrays["fp4_index"][expert] = self._index(expert)
-            arrays["fp4_source_blake3"][expert] = np.frombuffer(done.fp4_source, np.uint8)
+            arrays["fp4_source_blake3"][expert] = np.frombuffer(source_digest, np.uint8)
         self._statistics[expert] = done.statistics
         return self._checkpoint.expert_bytes(layout.layer), written
 

@@ -18,6 +18,7 @@ from moet import __version__
 from moet.checkpoints.reader import Checkpoint
 from moet.errors import ConfigError, PackError
 from moet.formats.layout import MAX_SLICES, Precision, max_slices
+from moet.pack.encode import RowEncoder
 from moet.pack.files import writing
 from moet.pack.identity import geometry_of, model_of
 from moet.pack.layer import LayerLayout
@@ -67,6 +68,7 @@ def write_pack(
     workers: int | None = None,
     progress: Progress | None = None,
     overwrite: bool = False,
+    encoder: RowEncoder | None = None,
 ) -> PackReport:
     """Packs `checkpoint` into the directory `out`; a run that was interrupted is resumed.
 
@@ -75,6 +77,7 @@ def write_pack(
             Default: 8, or what the experts' width allows.
         with_fp4: store FP4 rows in the pack even where the checkpoint has them.
         workers: threads; default: one a core, up to 16.
+        encoder: makes the rows of level 0 in the quantizer's place, to the same bits.
         overwrite: replace the pack in `out`; start anew where an unfinished one is of another kind.
 
     The pack appears in `out` when it is complete and durable; until then it is in `out`.partial.
@@ -84,6 +87,8 @@ def write_pack(
     or the disk is too small; CheckpointError, UnsupportedError for a checkpoint that cannot be
     packed; ConfigError for impossible settings.
     """
+    if encoder is not None and quantizer.level != 0:
+        raise ConfigError(f"the encoder makes rows of level 0, not of level {quantizer.level}.")
     started = time.monotonic()
     out = Path(os.path.abspath(out))
     check_replaceable(out, overwrite=overwrite)
@@ -101,7 +106,9 @@ def write_pack(
         _check_space(workspace.partial, work, checkpoint.shards.room if todo else 0)
         progress.start(work)
         writers = {
-            layout.layer: LayerWriter(checkpoint, quantizer, layout, recipe, workspace.partial)
+            layout.layer: LayerWriter(
+                checkpoint, quantizer, layout, recipe, workspace.partial, encoder
+            )
             for layout in todo
         }
         # A quantizer that needs the layers in order reads some files of the checkpoint again.

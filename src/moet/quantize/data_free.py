@@ -41,11 +41,12 @@ class DataFreeQuantizer(MatrixQuantizer):
         bits = largest_magnitude(weight.view(np.int32))
         if bits >= _INFINITY_BITS:
             raise CheckpointError(f"{context} has a weight that is not finite.")
-        factor = _factor(float(np.array(bits, np.int32).view(np.float32)))
+        factor = matrix_factor(bits)
         codes, scales = search_blocks(weight, factor)
         return TwoBitMatrix(codes, scales, factor)
 
 
-def _factor(largest: float) -> float:
-    """largest / 256, a float32 number; 1 for a matrix of zeros."""
+def matrix_factor(bits: int) -> float:
+    """The factor, a float32 number, of a matrix with max|w| given as a float32's bits."""
+    largest = float(np.array(bits, np.int32).view(np.float32))
     return max(largest / _STEPS, _SMALLEST_NORMAL) if largest else 1.0

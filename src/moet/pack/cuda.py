@@ -1,0 +1,266 @@
+"""Level 0 on an NVIDIA GPU: an expert's rows from its stored parts, to the bits of the CPU's."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moet.checkpoints.base import PROJECTIONS, ExpertSource
+from moet.formats.base import FORMATS, Parts
+from moet.formats.layout import TILE, Precision, RowLayout
+from moet.formats.numbers import E2M1_VALUES, E4M3_VALUES, E8M0_NAN, E8M0_VALUES
+from moet.formats.nvfp4 import MAX_SCALE
+from moet.kernels.cuda.compiler import cached_cubin
+from moet.kernels.cuda.launch import Kernel
+from moet.kernels.cuda.target import Target
+from moet.pack.encode import EncodedRows, RowEncoder
+from moet.pack.files import U8
+from moet.pack.layer import LayerLayout
+from moet.quantize.base import BLOCK
+from moet.quantize.data_free import matrix_factor
+from moet.quantize.statistics import MatrixStatistics
+
+_MAX_BLOCKS = 1024  # of a row of weights, which the kernel keeps in shared memory
+_INFINITY_BITS = 0x7F800000
+_THREADS = 256
+_FP8_BLOCK = 128
+_INT4_OFFSET = 8
+
+
+class _Stored(NamedTuple):
+    """A matrix on the GPU. weight: float32 [N, K]. bad: bool scalar, whether a scale is none.
+
+    fp4: nibbles uint8 [N, K], scale bytes, and the factor, where it is stored as FP4.
+    """
+
+    weight: Tensor
+    bad: Tensor
+    fp4: tuple[Tensor, Tensor, float] | None = None
+
+
+class _Coded(NamedTuple):
+    """A matrix for a row: codes uint8 [N, K], scales uint8 [N, K / block]."""
+
+    codes: Tensor
+    scales: Tensor
+
+
+class CudaEncoder(RowEncoder):
+    """Decodes, quantizes (`DataFreeQuantizer`), measures and lays out experts on one GPU.
+
+    Threads may use one instance at the same time: each has a stream of its own. What it refuses,
+    such as weights that are not finite, is left to the CPU, which says what is wrong.
+
+    Raises UnsupportedError for a GPU below compute capability 8.0, ConfigError without NVRTC.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._local = threading.local()
+        with torch.cuda.device(device):
+            properties: Any = torch.cuda.get_device_properties(device)
+            target = Target.of(properties.major, properties.minor)
+            cubin = cached_cubin("pack.cu", target.architecture, {})
+            self._search = Kernel(cubin, "search")
+            self._statistics = Kernel(cubin, "statistics")
+            self._encode_mxfp4 = Kernel(cubin, "encode_mxfp4")
+            self._tiles = Kernel(cubin, "tiles")
+            self._tables = {
+                name: torch.from_numpy(np.array(values)).to(device)
+                for name, values in (
+                    ("e2m1", E2M1_VALUES), ("e4m3", E4M3_VALUES), ("e8m0", E8M0_VALUES),
+                )
+            }  # fmt: skip
+
+    def encode(self, source: ExpertSource, layout: LayerLayout) -> EncodedRows | None:
+        if layout.base.hidden > BLOCK * _MAX_BLOCKS or layout.base.intermediate > (
+            BLOCK * _MAX_BLOCKS
+        ):
+            return None
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream()):
+            stored = [self._decode(source[of].format, source[of].parts) for of in PROJECTIONS]
+            largest = [(of.weight.view(torch.int32) & 0x7FFFFFFF).max() for of in stored]
+            checks = torch.stack([*largest, *(of.bad.int() for of in stored)]).tolist()
+            if max(checks[:3]) >= _INFINITY_BITS or any(checks[3:]):
+                return None
+            factors = [matrix_factor(bits) for bits in checks[:3]]
+            coded = [
+                self._quantize(of.weight, factor)
+                for of, factor in zip(stored, factors, strict=True)
+            ]
+            base = self._row(layout.base, coded)
+            fp4, fp4_factors = None, [1.0 if of.fp4 is None else of.fp4[2] for of in stored]
+            if layout.fp4_in_pack:
+                fp4 = self._row(layout.fp4, [self._fp4(layout.fp4.precision, of) for of in stored])
+            sums = [
+                self._measure(of.weight, coding, factor)
+                for of, coding, factor in zip(stored, coded, factors, strict=True)
+            ]
+            return EncodedRows(
+                base=base.cpu().numpy(),
+                base_factor=np.array(factors, np.float32),
+                fp4=None if fp4 is None else fp4.cpu().numpy(),
+                fp4_factor=np.array(fp4_factors, np.float32),
+                statistics=[
+                    measured_statistics(of.cpu().numpy(), coding.codes.numel(), factor)
+                    for of, coding, factor in zip(sums, coded, factors, strict=True)
+                ],
+            )
+
+    def _stream(self) -> torch.cuda.Stream:
+        """This thread's."""
+        if not hasattr(self._local, "stream"):
+            self._local.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream: torch.cuda.Stream = self._local.stream
+        return stream
+
+    def _decode(self, format: str, parts: Parts) -> _Stored:
+        moved = {
+            name: parts[name].to(self._device) if parts[name].ndim else parts[name]
+            for name in FORMATS[format].parts
+        }
+        decoders: dict[str, Callable[[Parts], _Stored]] = {
+            "bf16": self._bf16, "fp8_block": self._fp8_block, "int4_group": self._int4_group,
+            "mxfp4": self._mxfp4, "nvfp4": self._nvfp4,
+        }  # fmt: skip
+        return decoders[format](moved)
+
+    def _bf16(self, parts: Parts) -> _Stored:
+        weight = parts["weight"].float().contiguous()
+        return _Stored(weight, torch.zeros((), dtype=torch.bool, device=self._device))
+
+    def _fp8_block(self, parts: Parts) -> _Stored:
+        codes, scale = parts["weight"], parts["scale_inv"]
+        rows, cols = codes.shape
+        wide = scale.repeat_interleave(_FP8_BLOCK, 0)[:rows]
+        wide = wide.repeat_interleave(_FP8_BLOCK, 1)[:, :cols]
+        return _Stored((codes.float() * wide).contiguous(), _bad(scale))
+
+    def _int4_group(self, parts: Parts) -> _Stored:
+        words, scale = parts["codes"].contiguous(), parts["scale"].float()
+        values = _nibbles(words.view(torch.uint8)).to(torch.int8) - _INT4_OFFSET
+        weight = values.float().view(*scale.shape, -1) * scale[..., None]
+        return _Stored(weight.flatten(1).contiguous(), _bad(scale))
+
+    def _mxfp4(self, parts: Parts) -> _Stored:
+        scale = parts["scale"].contiguous().view(torch.uint8)
+        return self._four_bits(parts["codes"], scale, "e8m0", 1.0, (scale == E8M0_NAN).any())
+
+    def _nvfp4(self, parts: Parts) -> _Stored:
+        scale = parts["scale"].contiguous().view(torch.uint8)
+        factor = float(parts["global_scale"])
+        bad = (scale > MAX_SCALE).any() | (not 0 <= factor < math.inf)
+        return self._four_bits(parts["codes"], scale, "e4m3", factor, bad)
+
+    def _four_bits(
+        self, packed: Tensor, scale: Tensor, scales: str, factor: float, bad: Tensor
+    ) -> _Stored:
+        """As `matrices.decode_to`: products in float64, rounded once."""
+        codes = _nibbles(packed.contiguous().view(torch.uint8))
+        values = self._tables["e2m1"][codes.int()].view(*scale.shape, -1)
+        worth = self._tables[scales][scale.int()] * factor
+        weight = (values * worth[..., None]).float().flatten(1).contiguous()
+        return _Stored(weight, bad, (codes, scale, factor))
+
+    def _quantize(self, weight: Tensor, factor: float) -> _Coded:
+        rows, cols = weight.shape
+        blocks = cols // BLOCK
+        codes = torch.empty(weight.shape, dtype=torch.uint8, device=self._device)
+        scales = torch.empty(rows, blocks, dtype=torch.uint8, device=self._device)
+        threads = min(-(-blocks // 32) * 32, _THREADS)
+        inverse = float(np.float32(1 / (2.5 * factor)))
+        self._launch(
+            self._search, rows, threads,
+            [weight, self._tables["e4m3"], codes, scales, blocks, factor, inverse],
+        )  # fmt: skip
+        return _Coded(codes, scales)
+
+    def _fp4(self, precision: Precision, of: _Stored) -> _Coded:
+        """As stored, or our own MXFP4."""
+        if of.fp4 is not None:
+            return _Coded(*of.fp4[:2])
+        assert precision is Precision.MXFP4
+        rows, cols = of.weight.shape
+        codes = torch.empty(of.weight.shape, dtype=torch.uint8, device=self._device)
+        scales = torch.empty(rows, cols // BLOCK, dtype=torch.uint8, device=self._device)
+        grid = -(-scales.numel() // _THREADS)
+        self._launch(self._encode_mxfp4, grid, _THREADS, [of.weight, codes, scales, scales.numel()])
+        return _Coded(codes, scales)
+
+    def _measure(self, weight: Tensor, coded: _Coded, factor: float) -> Tensor:
+        """uint8: four sums of 32 lanes in float64, six counts in int64, 256 marks of scales."""
+        out = torch.empty(8 * (4 * 32 + 6) + 256, dtype=torch.uint8, device=self._device)
+        self._launch(
+            self._statistics, 1, 32,
+            [weight, coded.codes, coded.scales, self._tables["e4m3"], out, out[1024:], out[1072:],
+             coded.scales.numel(), factor],
+        )  # fmt: skip
+        return out
+
+    def _row(self, layout: RowLayout, matrices: list[_Coded]) -> Tensor:
+        """uint8 [row_bytes], as `encode_row` writes it."""
+        row = torch.zeros(layout.row_bytes, dtype=torch.uint8, device=self._device)
+        for section, coded in zip(row_sections(layout), matrices, strict=True):
+            rows, cols = coded.codes.shape
+            self._launch(
+                self._tiles, (rows // TILE) * (cols // TILE), 128,
+                [coded.codes, coded.scales, row, cols // TILE, *section],
+            )  # fmt: skip
+        return row
+
+    def _launch(
+        self, kernel: Kernel, grid: int, threads: int, arguments: list[Tensor | int | float]
+    ) -> None:
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        kernel.launch((grid, 1), threads, stream, arguments)
+
+
+def row_sections(layout: RowLayout) -> list[tuple[int, ...]]:
+    """What the kernel `tiles` takes from `run` on, for gate, up and down."""
+    shared = layout.slice_width // TILE
+    words, halves = layout.tile_code_bytes // 4, layout.tile_scale_bytes // TILE
+    return [
+        (shared, down, of, which, layout.slice_bytes, codes_at, scales_at, words, halves)
+        for down, of, which, codes_at, scales_at in (
+            (0, 2, 0, 0, layout.gate_up_scales),
+            (0, 2, 1, 0, layout.gate_up_scales),
+            (1, 1, 0, layout.down_codes, layout.down_scales),
+        )
+    ]
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """uint8 [N, K/2], even k in the low nibble → uint8 [N, K]."""
+    return torch.stack([packed & 15, packed >> 4], -1).flatten(1)
+
+
+def _bad(scale: Tensor) -> Tensor:
+    """Whether any is negative, infinite or NaN; a bool scalar."""
+    return ~((scale >= 0) & (scale < torch.inf)).all()
+
+
+def measured_statistics(raw: U8, count: int, factor: float) -> MatrixStatistics:
+    """raw: what the kernel `statistics` wrote for a matrix of `count` weights."""
+    sums = raw[:1024].view(np.float64).reshape(4, 32)
+    counts = raw[1024:1072].view(np.int64).tolist()
+    used = (E4M3_VALUES * factor)[np.flatnonzero(raw[1072:])]
+    used = used[used > 0]
+    squares, magnitudes, squared_errors, errors = (math.fsum(lanes) for lanes in sums)
+    return MatrixStatistics(
+        count=count,
+        zeros=counts[4],
+        negative_zeros=counts[5],
+        codes=(counts[0], counts[1], counts[2], counts[3]),
+        squares=squares,
+        magnitudes=magnitudes,
+        squared_errors=squared_errors,
+        errors=errors,
+        scale_min=float(used.min(initial=math.inf)),
+        scale_max=float(used.max(initial=0.0)),
+    )

@@ -1,0 +1,109 @@
+"""`pack.cu` compiled by the host's C++ compiler, so that its arithmetic is tested without a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+DEVICE = r"""
+#pragma once
+#include <barrier>
+#include <cmath>
+#include <cstring>
+#include <thread>
+#include <vector>
+typedef unsigned char u8; typedef unsigned short u16; typedef unsigned u32;
+typedef unsigned long long u64;
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __shared__ static
+struct Index { unsigned x; };
+inline thread_local Index blockIdx, threadIdx, blockDim;
+struct float4 { float x, y, z, w; };
+struct uint2 { u32 x, y; };
+struct uint4 { u32 x, y, z, w; };
+inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+template <class To, class From> To bits(From v) { To to; memcpy(&to, &v, sizeof to); return to; }
+inline int __float_as_int(float v) { return bits<int>(v); }
+inline u32 __float_as_uint(float v) { return bits<u32>(v); }
+inline float __int_as_float(int v) { return bits<float>(v); }
+inline long long __double_as_longlong(double v) { return bits<long long>(v); }
+inline double __longlong_as_double(long long v) { return bits<double>(v); }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline double __dmul_rn(double a, double b) { return a * b; }
+inline double __dadd_rn(double a, double b) { return a + b; }
+inline double __dsub_rn(double a, double b) { return a - b; }
+inline double __ddiv_rn(double a, double b) { return a / b; }
+inline int __ffs(u32 v) { return __builtin_ffs(v); }
+inline bool __syncthreads_or(bool v) { return v; }  // a thread a block
+inline std::barrier<> warp(32);
+inline u64 exchanged[32];
+inline void __syncwarp() { warp.arrive_and_wait(); }
+inline u64 __shfl_xor_sync(u32, u64 v, int step) {
+  exchanged[threadIdx.x] = v;
+  warp.arrive_and_wait();
+  const u64 other = exchanged[threadIdx.x ^ step];
+  warp.arrive_and_wait();
+  return other;
+}
+template <class F> void each_thread(unsigned grid, unsigned threads, F f) {
+  for (unsigned b = 0; b < grid; b++)
+    for (unsigned t = 0; t < threads; t++) {
+      blockIdx = {b}, threadIdx = {t}, blockDim = {threads};
+      f();
+    }
+}
+"""
+
+LAUNCHES = r"""
+extern "C" void host_search(const float* weight, const double* values, u8* codes, u8* scales,
+                            int rows, int blocks, float factor, float inverse) {
+  each_thread(rows, 1, [&] { search(weight, values, codes, scales, blocks, factor, inverse); });
+}
+extern "C" void host_statistics(const float* weight, const u8* codes, const u8* scales,
+                                const double* values, double* sums, u64* counts, u8* used,
+                                int blocks, float factor) {
+  std::vector<std::thread> lanes;
+  for (unsigned i = 0; i < 32; i++)
+    lanes.emplace_back([=] {
+      blockIdx = {0}, threadIdx = {i}, blockDim = {32};
+      statistics(weight, codes, scales, values, sums, counts, used, blocks, factor);
+    });
+  for (auto& lane : lanes) lane.join();
+}
+extern "C" void host_encode_mxfp4(const float* weight, u8* codes, u8* scales, int blocks) {
+  each_thread(blocks, 1, [&] { encode_mxfp4(weight, codes, scales, blocks); });
+}
+extern "C" void host_tiles(const u8* codes, const u8* scales, u8* row, int grid, int columns,
+                           int run, int down, int matrices, int which, int slice_bytes,
+                           int codes_at, int scales_at, int words, int halves) {
+  each_thread(grid, 128, [&] {
+    tiles(codes, scales, row, columns, run, down, matrices, which, slice_bytes, codes_at,
+          scales_at, words, halves);
+  });
+}
+"""
+
+
+def compiled(place: Path) -> ctypes.CDLL:
+    """The kernels as functions of the host; skips where there is no C++ compiler."""
+    compiler = shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        pytest.skip("needs a C++ compiler")
+    (place / "device.cuh").write_text(DEVICE)
+    source = (files("moet.kernels.cuda") / "pack.cu").read_text()
+    (place / "pack.cpp").write_text(source + LAUNCHES)
+    library = place / "pack.so"
+    subprocess.run(
+        [compiler, "-std=c++20", "-O1", "-ffp-contract=off", "-Wno-unknown-pragmas", "-shared",
+         "-fPIC", "-pthread", "-o", library, place / "pack.cpp"],
+        check=True,
+    )  # fmt: skip
+    return ctypes.CDLL(str(library))
