@@ -6,12 +6,16 @@ One engine; its tiers are resized between the cases:
   all-hbm          every row in GPU memory
   hbm50, hbm19     50 and 19 % of them there, the rest in pinned memory
   hbm19-arena25    19 % there, 25 % in pinned memory, the rest on disk (read past the page cache)
+and, with `--cases stock-fp4`, instead of it:
+  stock-fp4        vLLM's own experts in NVFP4, without moet
 
 The router prefers 19 % of the experts of each layer in 96 % of its choices. A row is one case and
 number of streams: tok_s of decoding alone (two runs of different length, subtracted), gbps of
 expert rows read, by tier too, and predicted_tok_s: the step of all-hbm for that many streams, plus
 the bytes that come over PCIe ÷ its measured bandwidth, plus those from disk ÷ the disk's. Rows with
-op "prefill" are prompts of 8,192 tokens.
+op "prefill" are prompts of 8,192 tokens, rows with op "memory" the host memory of the worker:
+the arena, and the most that the process has had so far. A row replaces the file's row of the same
+op, case, streams and layers.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ import mmap
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,8 +36,8 @@ import numpy as np
 from vllm import LLM, SamplingParams, TokensPrompt
 
 from benchmarks.gpu_timing import host_to_device_gbps
-from benchmarks.synthetic import HOT_EXPERTS, HOT_SHARE, write_model
-from moet.bench.results import Row, write_result
+from benchmarks.synthetic import HOT_EXPERTS, HOT_SHARE, LAYERS, NVFP4, write_model
+from moet.bench.results import Row, environment, read_result, write_result
 from moet.checkpoints import family_of
 from moet.formats.layout import Precision
 from moet.pack.dummy import DummyRowSource
@@ -41,6 +45,7 @@ from moet.pack.dummy import DummyRowSource
 PROMPT, SHORT = 16, 8  # tokens
 PREFILL = 8192
 SEED = 0
+STOCK = "stock-fp4"
 
 
 @dataclass(frozen=True)
@@ -70,16 +75,14 @@ CASES = [
 ]
 
 
-class Bench:
-    """The engine, what the machine's links reach, and the rows of each case."""
+class Engine:
+    """vLLM with a synthetic model."""
 
-    def __init__(self, model: Path, rows_file: Path, options: dict[str, Any]) -> None:
-        self._file = rows_file
+    def __init__(self, model: Path, options: dict[str, Any]) -> None:
         began = time.perf_counter()
         self.llm = LLM(
             model=str(model),
             load_format="dummy",
-            quantization="moet",
             skip_tokenizer_init=True,
             enable_prefix_caching=False,
             worker_extension_cls="benchmarks.synthetic.SyntheticExtension",
@@ -89,6 +92,63 @@ class Bench:
         self.boot_seconds = time.perf_counter() - began
         self.llm.collective_rpc("moet_prepare", args=(HOT_EXPERTS, HOT_SHARE))
         self.vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+
+    def decode_seconds(self, streams: int, tokens: int, after: Callable[[], None]) -> float:
+        """Of one step: a run of `tokens` less one of few. after: called after each of them, and
+        before the first."""
+        self._generate(streams, SHORT)
+        after()
+        seconds = []
+        for length in (SHORT, tokens):
+            seconds.append(self._generate(streams, length))
+            after()
+        return (seconds[1] - seconds[0]) / (tokens - SHORT)
+
+    def prefill(self, case: str) -> Row:
+        times = []
+        for seed in range(3):
+            prompt = self._prompts(1, PREFILL, seed)
+            began = time.perf_counter()
+            self.llm.generate(prompt, SamplingParams(max_tokens=1), use_tqdm=False)
+            times.append(time.perf_counter() - began)
+        seconds = sorted(times)[1]
+        return {
+            "op": "prefill", "case": case, "streams": 1,
+            "tok_s": round(PREFILL / seconds, 1), "ms": round(seconds * 1e3, 1),
+        }  # fmt: skip
+
+    def _generate(self, streams: int, tokens: int) -> float:
+        """Seconds."""
+        sampling = SamplingParams(
+            temperature=1.0, max_tokens=tokens, ignore_eos=True, detokenize=False
+        )
+        prompts = self._prompts(streams, PROMPT, tokens)
+        began = time.perf_counter()
+        self.llm.generate(prompts, sampling, use_tqdm=False)
+        return time.perf_counter() - began
+
+    def _prompts(self, streams: int, tokens: int, seed: int) -> list[TokensPrompt]:
+        ids = np.random.default_rng(seed).integers(3, self.vocabulary, (streams, tokens))
+        return [TokensPrompt(prompt_token_ids=row.tolist()) for row in ids]
+
+
+class Stock(Engine):
+    """vLLM's own experts."""
+
+    def decode(self, streams: int) -> Row:
+        step = self.decode_seconds(streams, IN_MEMORY[streams], lambda: None)
+        return {
+            "op": "decode", "case": STOCK, "streams": streams,
+            "tok_s": round(streams / step, 1), "ms": round(step * 1e3, 3),
+        }  # fmt: skip
+
+
+class Bench(Engine):
+    """The engine with moet, what the machine's links reach, and the rows of each case."""
+
+    def __init__(self, model: Path, rows_file: Path, options: dict[str, Any]) -> None:
+        self._file = rows_file
+        super().__init__(model, options)
         self.total = sum(t["places"] for t in self.stats()["tiers"] if t["tier"] == "gpu")
         self._step: dict[int, float] = {}  # seconds of a step with everything on the GPU
         self.copy_gbps = self.disk_gbps = 0.0
@@ -110,17 +170,13 @@ class Bench:
             print(f"{case.name}: resized in {time.perf_counter() - began:.1f} s: {answer}")
         if case.from_disk:
             self.llm.collective_rpc("moet_read_past_the_cache", args=(str(self._file),))
-            self.disk_gbps = disk_gbps(self._file)
         self._generate(8, case.warm_up)
 
     def decode(self, case: Case, streams: int) -> Row:
-        self._generate(streams, SHORT)
-        snapshots, seconds = [self.stats()], []
-        for tokens in (SHORT, case.tokens[streams]):
-            seconds.append(self._generate(streams, tokens))
-            snapshots.append(self.stats())
-        steps = case.tokens[streams] - SHORT
-        step = (seconds[1] - seconds[0]) / steps
+        snapshots: list[dict[str, Any]] = []
+        tokens = case.tokens[streams]
+        step = self.decode_seconds(streams, tokens, lambda: snapshots.append(self.stats()))
+        steps = tokens - SHORT
 
         def a_step(of: Callable[[dict[str, Any], str], int]) -> dict[str, float]:
             """What the longer run has more than the shorter one, for each of its further steps."""
@@ -147,36 +203,15 @@ class Bench:
             **{f"{tier}_mb": round(size / 1e6, 1) for tier, size in nbytes.items()},
         }  # fmt: skip
 
-    def prefill(self, case: Case) -> Row:
-        times = []
-        for seed in range(3):
-            prompt = self._prompts(1, PREFILL, seed)
-            began = time.perf_counter()
-            self.llm.generate(prompt, SamplingParams(max_tokens=1), use_tqdm=False)
-            times.append(time.perf_counter() - began)
-        seconds = sorted(times)[1]
-        return {
-            "op": "prefill", "case": case.name, "streams": 1,
-            "tok_s": round(PREFILL / seconds, 1), "ms": round(seconds * 1e3, 1),
-        }  # fmt: skip
-
-    def host_peak(self) -> int:
+    def memory(self, case: Case) -> Row:
+        arena = [
+            t["places"] * t["row_bytes"] for t in self.stats()["tiers"] if t["tier"] == "arena"
+        ]
         peak: int = self.llm.collective_rpc("moet_host_peak")[0]
-        return peak
-
-    def _generate(self, streams: int, tokens: int) -> float:
-        """Seconds."""
-        sampling = SamplingParams(
-            temperature=1.0, max_tokens=tokens, ignore_eos=True, detokenize=False
-        )
-        prompts = self._prompts(streams, PROMPT, tokens)
-        began = time.perf_counter()
-        self.llm.generate(prompts, sampling, use_tqdm=False)
-        return time.perf_counter() - began
-
-    def _prompts(self, streams: int, tokens: int, seed: int) -> list[TokensPrompt]:
-        ids = np.random.default_rng(seed).integers(3, self.vocabulary, (streams, tokens))
-        return [TokensPrompt(prompt_token_ids=row.tolist()) for row in ids]
+        return {
+            "op": "memory", "case": case.name, "streams": 0,
+            "arena_gib": round(sum(arena) / 2**30, 2), "host_peak_gib": round(peak / 2**30, 2),
+        }  # fmt: skip
 
 
 def _rows(stats: dict[str, Any], tier: str) -> int:
@@ -222,57 +257,79 @@ def main() -> None:
 
 
 def run(arguments: argparse.Namespace, directory: Path) -> None:
-    changes = {} if arguments.layers is None else {"num_hidden_layers": arguments.layers}
-    model = write_model(directory / "model", **changes)
+    layers = arguments.layers or LAYERS
+    stock = STOCK in arguments.cases
+    changes: dict[str, Any] = {"quantization_config": NVFP4} if stock else {}
+    model = write_model(directory / "model", num_hidden_layers=layers, **changes)
+    options = {
+        "dtype": "bfloat16",
+        "max_model_len": PREFILL + 1024,
+        "max_num_batched_tokens": PREFILL,
+        "max_num_seqs": 32,
+        "gpu_memory_utilization": arguments.gpu,
+        "kv_cache_memory_bytes": 2 << 30,
+    }
+
+    def write(rows: Sequence[Row], extra: Mapping[str, Any]) -> None:
+        """Rows of a case, into those of the file (a run may be cut short)."""
+        about = dict(extra) | ({"commit": arguments.commit} if arguments.commit else {})
+        for row in rows:
+            print(row, flush=True)
+        write_rows(arguments.out, [row | {"layers": layers} for row in rows], about)
+
+    if stock:
+        engine = Stock(model, options)
+        write([*map(engine.decode, arguments.streams), engine.prefill(STOCK)], {})
+        return
     config = json.loads((model / "config.json").read_text())
     source = DummyRowSource(family_of(config).geometry(config))
     row_bytes = source.layouts[Precision.BASE].row_bytes
     rows_file = directory / "rows.bin"
     source.write_rows(rows_file, Precision.BASE, int(arguments.rows_gib * 2**30) // row_bytes)
     copy_gbps = host_to_device_gbps()
+    read_gbps = disk_gbps(rows_file)
+    settings = {
+        "base_pool": "100%",
+        "arena": "64",
+        "pack": str(rows_file),
+        "io_threads": 8,
+        "prefill_staging": True,
+    }
     bench = Bench(
         model,
         rows_file,
-        {
-            "dtype": "bfloat16",
-            "max_model_len": PREFILL + 1024,
-            "max_num_batched_tokens": PREFILL,
-            "max_num_seqs": 32,
-            "gpu_memory_utilization": arguments.gpu,
-            "kv_cache_memory_bytes": 2 << 30,
-            "additional_config": {
-                "moet": {
-                    "base_pool": "100%",
-                    "arena": "64",
-                    "pack": str(rows_file),
-                    "io_threads": 8,
-                    "prefill_staging": True,
-                }
-            },
-        },
+        options | {"quantization": "moet", "additional_config": {"moet": settings}},
     )
-    bench.copy_gbps = copy_gbps
-    rows: list[Row] = []
+    bench.copy_gbps, bench.disk_gbps = copy_gbps, read_gbps
     for case in CASES:
         if case.name not in arguments.cases:
             continue
         bench.enter(case)
-        for streams in sorted(set(arguments.streams) & set(case.tokens)):
-            rows.append(bench.decode(case, streams))
-            print(rows[-1], flush=True)
-        rows.append(bench.prefill(case))
-        print(rows[-1], flush=True)
-        extra = {
-            "host_to_device_gbps": round(copy_gbps, 1),
-            "disk_gbps": round(bench.disk_gbps, 2),
-            "boot_s": round(bench.boot_seconds, 1),
-            "rows": bench.total,
-            "row_bytes": row_bytes,
-            "host_peak_gib": round(bench.host_peak() / 2**30, 1),
-        }
-        if arguments.commit:
-            extra["commit"] = arguments.commit
-        write_result(arguments.out, rows, extra)  # (a run may be cut short)
+        streams = sorted(set(arguments.streams) & set(case.tokens))
+        rows = [bench.decode(case, number) for number in streams]
+        write(
+            [*rows, bench.prefill(case.name), bench.memory(case)],
+            {
+                "host_to_device_gbps": round(copy_gbps, 1),
+                "disk_gbps": round(read_gbps, 2),
+                "boot_s": round(bench.boot_seconds, 1),
+                "rows": bench.total,
+                "row_bytes": row_bytes,
+            },
+        )
+
+
+def write_rows(path: Path, rows: Sequence[Row], extra: Mapping[str, Any]) -> None:
+    """These rows, and the others that the file has."""
+
+    def key(row: Row) -> tuple[Any, ...]:
+        return tuple(row[name] for name in ("op", "case", "streams", "layers"))
+
+    before = read_result(path) if path.exists() else {"rows": [], "environment": {}}
+    other = {k: v for k, v in before["environment"].items() if k not in environment()}
+    mine = {key(row) for row in rows}
+    kept = [row for row in before["rows"] if key(row) not in mine]
+    write_result(path, [*kept, *rows], {**other, **extra})
 
 
 if __name__ == "__main__":

@@ -59,6 +59,14 @@ CONFIG: dict[str, Any] = {
     "eos_token_id": 1,
 }
 
+NVFP4 = {
+    "quant_method": "modelopt",
+    "quant_algo": "NVFP4",
+    "group_size": 16,
+    "ignore": ["*self_attn*", "*shared_experts*", "*mlp.gate", "lm_head", "*embed_tokens"],
+}
+"""A `quantization_config`: the routed experts in NVFP4, all else in BF16."""
+
 
 def write_model(directory: Path, **changes: Any) -> Path:
     """Writes the config.json; `changes` replace keys of it."""

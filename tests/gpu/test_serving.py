@@ -3,8 +3,6 @@
 One engine a model: its tiers are resized between the tests.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -16,47 +14,20 @@ from moet.checkpoints import Checkpoint
 from moet.eval.reference import load_reference
 from moet.eval.sources import two_bit_experts
 from moet.formats.layout import Precision
-from moet.pack import Pack
 from moet.quantize import QUANTIZERS
+from tests.gpu.served import IDS, Served
 from tests.vllm.serving import (
     ROOT,
     engine,
     generate,
     make_pack,
     prompt_logprobs,
-    prompts,
     reference_logprobs,
 )
 
 pytestmark = pytest.mark.gpu
 
 MODELS = sorted(path.parent for path in (ROOT / "models").glob("*/config.json"))
-IDS = prompts(8192, (3, 17, 40, 64, 1, 90, 5, 33, 12, 28, 7, 51, 2, 80, 19, 44))
-TOKENS = 24
-
-
-class Served:
-    def __init__(self, model: Path, pack: Path, llm) -> None:
-        self.model, self.pack, self.llm = model, Pack.open(pack), llm
-        (stats,) = llm.collective_rpc("moet_stats")
-        self.rows = sum(of["places"] for of in stats["tiers"] if of["tier"] == "gpu")
-
-    def resize(self, slots: int, places: int) -> None:
-        values = {"base_pool": str(slots), "arena": str(places)}
-        (answer,) = self.llm.collective_rpc("moet_resize", args=(values,))
-        assert "error" not in answer, answer
-
-    def run(self, together: bool):
-        groups = [IDS] if together else [[ids] for ids in IDS[:4]]
-        outputs = [o for group in groups for o in generate(self.llm, group, TOKENS, logprobs=0)]
-        return [
-            [(t, row[t].logprob) for t, row in zip(o.outputs[0].token_ids, o.outputs[0].logprobs,
-                                                  strict=True)]
-            for o in outputs
-        ]  # fmt: skip
-
-    def stats(self):
-        return self.llm.collective_rpc("moet_stats")[0]
 
 
 @pytest.fixture(scope="module", params=MODELS, ids=lambda path: path.name)
