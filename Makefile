@@ -41,7 +41,7 @@ check-tables: setup   ## fail if a table differs from its result file
 
 bench: setup    ## the CPU benchmarks (writes bench/results/)
 	$(PY) benchmarks/kernels_cpu.py
-	$(PY) benchmarks/packing.py
+	$(PY) -m benchmarks.packing
 
 lock: setup     ## rewrite requirements/cpu.lock from the present .venv
 	$(PY) scripts/lock.py

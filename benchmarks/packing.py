@@ -1,13 +1,15 @@
 """How fast a checkpoint is packed, and how much memory that takes.
 
-    python benchmarks/packing.py [MODEL=GIB[,GIB …] …]
+    python -m benchmarks.packing [MODEL=GIB[,GIB …] …] [--device cuda] [--cold]
 
-For each MODEL, a checkpoint directory, and each size, a checkpoint with the model's experts is
-written to a temporary directory, its layers repeated until it has so many GiB of them. A process of
-its own packs it; peak memory is that process's largest resident set, start_rss_mb what it held
-before the checkpoint was opened (Python, torch, numba); the names and places of its tensors take
-about 1 kB a tensor, the rest does not depend on the size. The files were just written, so they are
-read from the page cache: this measures the packer, not the disk. Writes
+MODEL is a checkpoint directory, whose experts' layers are repeated until there are so many GiB of
+them, or FAMILY:FORMAT:HIDDENxINTERMEDIATE, experts of that size drawn at random. The checkpoint is
+written to a temporary directory, and a process of its own packs it; peak memory is that process's
+largest resident set, start_rss_mb what it held before the checkpoint was opened (Python, torch,
+numba); the names and places of its tensors take about 1 kB a tensor, the rest does not depend on
+the size. The files were just written, so they are read from the page cache: this measures the
+packer, not the disk. With --cold they are dropped from the cache first, and read_gb_per_s is what
+as many threads read from the same files, dropped as well, without doing anything with it. Writes
 bench/results/packing-cpu.json.
 """
 
@@ -20,6 +22,8 @@ import resource
 import subprocess
 import sys
 import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -27,18 +31,25 @@ from safetensors.torch import save_file
 from moet.bench.results import Row, write_result
 from moet.checkpoints import Checkpoint
 from moet.checkpoints.base import PROJECTIONS
+from moet.cli.device import Device, row_encoder
 from moet.pack import write_pack
 from moet.quantize import QUANTIZERS
+from tests.fixtures.checkpoints import write_experts
 
 RESULT = Path("bench/results/packing-cpu.json")
 DEFAULT = "models/nano-moe=0.25,1"
 QUANTIZER = "data-free"
+EXPERTS = 64  # a layer, of those drawn at random
+PIECE = 8 << 20
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("models", nargs="*", metavar="MODEL=GIB[,GIB …]")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--cold", action="store_true", help="read from the disk, not its cache")
+    parser.add_argument("--packs", type=Path, help="where packs go; default: beside the checkpoint")
     parser.add_argument("--directory", type=Path, help="where to write; default: a temporary one")
     parser.add_argument("--output", type=Path, default=RESULT)
     options = parser.parse_args()
@@ -47,15 +58,35 @@ def main() -> None:
         model, _, sizes = argument.partition("=")
         for size in map(float, sizes.split(",")):
             with tempfile.TemporaryDirectory(dir=options.directory) as directory:
-                rows.append(measure(Path(model), size, options.workers, Path(directory)))
+                rows.append(measure(model, size, options, Path(directory)))
             print(rows[-1], flush=True)
     write_result(options.output, rows)
 
 
-def measure(model: Path, gib: float, workers: int, directory: Path) -> Row:
-    """One row of the result: `model` repeated to `gib` GiB of experts, packed in a new process."""
-    repeat_layers(model, directory / "model", gib * 2**30)
-    order = [str(directory / "model"), str(directory / "pack"), str(workers)]
+def measure(model: str, gib: float, options: argparse.Namespace, directory: Path) -> Row:
+    """One row of the result: `gib` GiB of `model`'s experts, packed in a new process."""
+    source = directory / "model"
+    if ":" in model:
+        family, format, widths = model.split(":")
+        hidden, intermediate = map(int, widths.split("x"))
+        write_experts(
+            source, family, format, hidden=hidden, intermediate=intermediate, experts=EXPERTS,
+            size=gib * 2**30,
+        )  # fmt: skip
+    else:
+        repeat_layers(Path(model), source, gib * 2**30)
+    cold = {}
+    if options.cold:
+        drop_cache(source)
+        cold["read_gb_per_s"] = read_rate(source, options.workers)
+        drop_cache(source)
+    with tempfile.TemporaryDirectory(dir=options.packs or directory) as packs:
+        row = packed(source, Path(packs) / "pack", options.workers, options.device)
+    return {"model": Path(model).name, **row, **cold}
+
+
+def packed(model: Path, pack: Path, workers: int, device: str) -> Row:
+    order = [str(model), str(pack), str(workers), device]
     program = "import sys; from benchmarks.packing import pack; pack(*sys.argv[1:])"
     run = subprocess.run(
         [sys.executable, "-c", program, *order],
@@ -64,7 +95,31 @@ def measure(model: Path, gib: float, workers: int, directory: Path) -> Row:
         check=True,
         cwd=Path(__file__).parents[1],
     )
-    return {"model": model.name, **json.loads(run.stdout)}
+    row: Row = json.loads(run.stdout)
+    return row
+
+
+def drop_cache(directory: Path) -> None:
+    """Takes a directory's files out of the page cache."""
+    for path in directory.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read_rate(directory: Path, threads: int) -> float:
+    """GB/s at which `threads` read all files of a directory, in pieces of 8 MiB."""
+    paths = list(directory.iterdir())
+    pieces = [(p, at) for p in paths for at in range(0, p.stat().st_size, PIECE)]
+
+    def read(piece: tuple[Path, int]) -> int:
+        with piece[0].open("rb", buffering=0) as file:
+            return len(os.pread(file.fileno(), PIECE, piece[1]))
+
+    started = time.monotonic()
+    with ThreadPoolExecutor(threads) as pool:
+        done = sum(pool.map(read, pieces))
+    return round(done / (time.monotonic() - started) / 1e9, 3)
 
 
 def repeat_layers(source: Path, target: Path, size: float) -> None:
@@ -95,12 +150,17 @@ def repeat_layers(source: Path, target: Path, size: float) -> None:
     (target / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
-def pack(model: str, out: str, workers: str) -> None:
+def pack(model: str, out: str, workers: str, device: str) -> None:
     """In the process that is measured: packs, and prints the row as JSON."""
+    encoder = row_encoder(Device(device))
     start = peak_rss()
     with Checkpoint.open(model) as checkpoint:
         report = write_pack(
-            checkpoint, out, quantizer=QUANTIZERS[QUANTIZER](), workers=int(workers)
+            checkpoint,
+            out,
+            quantizer=QUANTIZERS[QUANTIZER](),
+            workers=int(workers),
+            encoder=encoder,
         )
         geometry = checkpoint.geometry
         experts = len(geometry.moe_layers) * geometry.num_experts
@@ -108,6 +168,7 @@ def pack(model: str, out: str, workers: str) -> None:
         row = {
             "format": checkpoint.expert_format(geometry.moe_layers[0]),
             "quantizer": QUANTIZER,
+            "device": device,
             "checkpoint_gb": report.checkpoint_bytes / 1e9,
             "pack_gb": report.pack_bytes / 1e9,
             "layers": report.layers,
