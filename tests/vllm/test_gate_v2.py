@@ -54,21 +54,30 @@ class Runner:
         self.model = Toy()
         self.kv_cache_config = SimpleNamespace(kv_cache_groups=[])
         self.attn_groups = []
-        self.req_states = SimpleNamespace(prompt_len=SimpleNamespace(np=np.array([1, 3, 8])))
+        self.req_states = SimpleNamespace(
+            prompt_len=SimpleNamespace(np=np.array([1, 3, 8])), num_computed_tokens_np=None
+        )
         self.model_state = SimpleNamespace(prepare_inputs=lambda batch, states: {})
-        self.cudagraph_manager = SimpleNamespace()
+        self.cudagraph_manager = SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE)
         self.uses_inputs_embeds, self.batch_sharder = False, None
         self.execute_model_state = None
 
-    def prepare_inputs(self, scheduler_output, batch_req_state, batch_desc, num_active_loras):
-        return scheduler_output.batch
+    def initialize_kv_cache(self, config):
+        pass
+
+    def gather_batch_req_state(self, scheduler_output, dummy_run):
+        batch = scheduler_output.batch
+        self.req_states.num_computed_tokens_np = batch.num_computed_tokens_np
+        return batch, 1 if (batch.num_scheduled_tokens == 1).all() else None
 
     def prepare_attn(self, input_batch):
         return (), torch.zeros(0, input_batch.num_tokens, dtype=torch.int64)
 
     def execute_model(self, scheduler_output):
+        batch, length = self.gather_batch_req_state(scheduler_output, False)
         desc = SimpleNamespace(cg_mode=scheduler_output.mode)
-        batch = self.prepare_inputs(scheduler_output, None, desc, 0)
+        if desc.cg_mode == CUDAGraphMode.FULL and length is None:
+            desc.cg_mode = CUDAGraphMode.PIECEWISE
         self.prepare_attn(batch)
         inputs = {
             "input_ids": batch.input_ids,
@@ -178,10 +187,27 @@ def test_prompts_at_fp4_run_without_graphs():
     assert hidden[:, 0].tolist() == [101, 8, 22, 24, 26]
     ((_, again, mode),) = made.model.calls
     assert (again, mode) == (False, CUDAGraphMode.NONE)
-    assert not vars(made.cudagraph_manager)
-    # A decode step with a prompt's last token, as one graph: that token is decided again.
+    assert list(vars(made.cudagraph_manager)) == ["cudagraph_mode"]
+    # A decode step with a prompt's last token is no graph of the whole step.
     one = batch([101, 8, 27], [1, 1, 1], [5, 6, 7], [1, 3, 8])
     _, hidden = step(made, one, CUDAGraphMode.FULL)
     assert hidden[:, 0].tolist() == [101, 8, 28]
+    assert made.model.calls[1:] == [([101, 8, 27], False, CUDAGraphMode.NONE)]
+
+
+def test_what_fired_before_a_preemption_runs_at_fp4_again():
+    made = runner(Gate(0.5))
+    step(made, batch([101, 8], [1, 1], [5, 6], [1, 3]), CUDAGraphMode.FULL)
+    assert made.moet_gate.fired == 1
+    # Positions 4 to 6 of the first request are computed again; 5 had fired.
+    _, hidden = step(made, batch([90, 101, 92, 8], [3, 1], [4, 7], [8, 3]))
+    assert hidden[:, 0].tolist() == [90, 102, 92, 8]
+    assert made.moet_gate.fired == 1
+
+
+def test_prompts_as_one_graph_are_refused():
+    made = runner(None, prompts_fp4=True)
+    made.initialize_kv_cache(None)
+    made.cudagraph_manager.cudagraph_mode = CUDAGraphMode.FULL
     with pytest.raises(UnsupportedError, match="one CUDA graph"):
-        step(made, batch(*MIXED), CUDAGraphMode.FULL)
+        made.initialize_kv_cache(None)

@@ -5,9 +5,9 @@ behind that call: before grammar masks, with the hidden states in hand, which ar
 place (prompt log-probabilities are computed from them later). The second pass is the same as in the
 first runner (`v1.py`): a decode step of the doubtful tokens alone, without CUDA graphs.
 
-A step that runs as one CUDA graph sees no marks (`known_at_fp4`). It has one token a request, so
-its marked tokens are decided again, whatever their logits. When every token fires, there is no
-second pass: the graphs themselves run at FP4 then (`RankExperts.all_at_fp4`).
+A CUDA graph sees no marks (`known_at_fp4`), so a step that has some runs without: as pieces, each
+launched. When every token fires, there is no second pass: the graphs themselves run at FP4 then
+(`RankExperts.all_at_fp4`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ class GateV2:
     device: torch.device
     model: Any
     _moet_marks: NDArray[np.bool_] | None = None  # of the step that runs
-    _moet_one_graph = False  # it runs as one CUDA graph
     _moet_tables: tuple[tuple[Tensor, ...], Tensor]  # its block tables and KV slots, by group
     _moet_step: Any = None  # hidden states and batch, while logits are being computed
     _moet_all_at_fp4 = False  # the step that runs
@@ -78,9 +77,15 @@ class GateV2:
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> Any:
         if self.moet_gate is not None:
             check_cache(kv_cache_config)
-        return super().initialize_kv_cache(  # type: ignore[misc]
+        made = super().initialize_kv_cache(  # type: ignore[misc]
             kv_cache_config, *args, **kwargs
         )
+        if self.cudagraph_manager.cudagraph_mode.mixed_mode() == CUDAGraphMode.FULL:
+            raise UnsupportedError(
+                "prompts run as one CUDA graph, which cannot run some of their tokens at FP4.",
+                'Start with --compilation-config \'{"cudagraph_mode": "FULL_AND_PIECEWISE"}\'.',
+            )
+        return made
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         gate = self.moet_gate
@@ -95,22 +100,19 @@ class GateV2:
         finally:
             self._run_pieces_by_graph(True)
 
-    def prepare_inputs(
-        self, scheduler_output: Any, batch_req_state: Any, batch_desc: Any, *args: Any
-    ) -> Any:
-        batch = super().prepare_inputs(  # type: ignore[misc]
-            scheduler_output, batch_req_state, batch_desc, *args
+    def gather_batch_req_state(self, scheduler_output: Any, dummy_run: bool) -> Any:
+        """Also what vLLM chooses the step's graph by: without a uniform length, it takes none that
+        is of the whole step."""
+        batch, length = super().gather_batch_req_state(  # type: ignore[misc]
+            scheduler_output, dummy_run
         )
-        self._moet_marks = None if self._moet_all_at_fp4 else self._known_at_fp4(batch)
-        self._moet_one_graph = batch_desc.cg_mode == CUDAGraphMode.FULL
-        several = (batch.num_scheduled_tokens > 1).any()
-        if self._moet_marks is not None and self._moet_one_graph and several:
-            raise UnsupportedError(
-                "prompts run as one CUDA graph, which cannot run some of their tokens at FP4.",
-                'Start with --compilation-config \'{"cudagraph_mode": "FULL_AND_PIECEWISE"}\'.',
-            )
-        self._run_pieces_by_graph(self._moet_marks is None)
-        return batch
+        self._moet_marks = None
+        if batch is not None and not self._moet_all_at_fp4:
+            self._moet_marks = self._known_at_fp4(batch)
+        if self._moet_marks is None:
+            return batch, length
+        self._run_pieces_by_graph(False)
+        return batch, None
 
     def prepare_attn(self, input_batch: Any) -> tuple[tuple[Tensor, ...], Tensor]:
         self._moet_tables = super().prepare_attn(input_batch)  # type: ignore[misc]
@@ -129,7 +131,8 @@ class GateV2:
 
     def _known_at_fp4(self, batch: Any) -> NDArray[np.bool_] | None:
         """The step's tokens that run at FP4 in the first pass: bool [tokens], or None for none."""
-        computed, lengths = batch.num_computed_tokens_np, batch.num_scheduled_tokens
+        computed = self.req_states.num_computed_tokens_np[batch.idx_mapping_np]
+        lengths = batch.num_scheduled_tokens
         return known_at_fp4(
             batch.req_ids,
             computed,
@@ -165,30 +168,25 @@ class GateV2:
     ) -> Tensor:
         """In the place of the model's `compute_logits`."""
         logits = compute(hidden, *args, **kwargs)
-        if self._moet_step is None:
-            return logits  # prompt log-probabilities
+        gate = self.moet_gate
+        if self._moet_step is None or gate is None or gate.tau <= 0:
+            return logits  # also for prompt log-probabilities
         states, batch = self._moet_step
-        gate, start = self.moet_gate, time.perf_counter()
-        asked = self._fired(batch, logits)
-        fired = self._forced(asked)
+        start = time.perf_counter()
+        fired = self._fired(gate, batch, logits)
         if self._moet_all_at_fp4 or not fired.size:
             return logits
-        rows = self._index(fired)
+        rows = torch.from_numpy(fired).to(self.device)
         tokens = batch.logits_indices[rows]
-        states[tokens] = self._tokens_again(batch, fired, tokens)
-        again = compute(states[batch.logits_indices[rows]], *args, **kwargs)
-        if gate is not None:
-            flipped = again.argmax(-1) != logits[rows].argmax(-1)
-            gate.flipped += int(flipped[self._index(np.isin(fired, asked).nonzero()[0])].sum())
-            gate.seconds += time.perf_counter() - start
+        states[tokens] = self._tokens_again(batch, fired, rows, tokens)
+        again = compute(states[tokens], *args, **kwargs)
+        gate.flipped += int((again.argmax(-1) != logits[rows].argmax(-1)).sum())
+        gate.seconds += time.perf_counter() - start
         logits[rows] = again
         return logits
 
-    def _fired(self, batch: Any, logits: Tensor) -> NDArray[np.int64]:
+    def _fired(self, gate: Gate, batch: Any, logits: Tensor) -> NDArray[np.int64]:
         """The requests of the step, by index, whose last token fires: int64 [n], ascending."""
-        gate = self.moet_gate
-        if gate is None or gate.tau <= 0:
-            return np.empty(0, np.int64)
         ends = batch.num_computed_tokens_np + batch.num_scheduled_tokens
         asked = (ends >= batch.prefill_len_np).nonzero()[0]  # not of pieces of prompts
         prompts = self.req_states.prompt_len.np[batch.idx_mapping_np]
@@ -196,20 +194,22 @@ class GateV2:
             [batch.req_ids[request] for request in asked.tolist()],
             ends[asked].astype(np.int64) - 1,
             prompts[asked].astype(np.int64) - 1,
-            confidence(logits)[asked],
+            # All fire: nothing need be waited for.
+            np.zeros(asked.size, np.float32)
+            if self._moet_all_at_fp4
+            else confidence(logits)[asked],
         )
         return np.asarray(asked[fires], np.int64)
 
-    def _forced(self, fired: NDArray[np.int64]) -> NDArray[np.int64]:
-        """With the requests whose mark the first pass, one CUDA graph, has not seen."""
-        if self._moet_marks is None or not self._moet_one_graph:
-            return fired
-        return np.union1d(fired, self._moet_marks.nonzero()[0])
+    def _tokens_again(
+        self, batch: Any, requests: NDArray[np.int64], rows: Tensor, tokens: Tensor
+    ) -> Tensor:
+        """Those requests' last tokens at FP4: hidden states, [n, hidden].
 
-    def _tokens_again(self, batch: Any, requests: NDArray[np.int64], tokens: Tensor) -> Tensor:
-        """Those requests' last tokens at FP4, `tokens` in the step: hidden states, [n, hidden]."""
+        requests: indices in the step; rows: the same on the device. tokens: of the step.
+        """
         tables, slots = self._moet_tables
-        count, rows = len(requests), self._index(requests)
+        count = len(requests)
         starts = torch.arange(count + 1, dtype=torch.int32)
         lengths = batch.seq_lens_cpu_upper_bound[torch.from_numpy(requests)]
         slots = slots[:, tokens]
@@ -245,9 +245,6 @@ class GateV2:
             mark_fp4_tokens(get_forward_context(), Fp4Tokens(np.ones(count, np.bool_), again=True))
             hidden: Tensor = self.model(**{name: _of(of, tokens) for name, of in inputs.items()})
         return hidden
-
-    def _index(self, rows: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(rows).to(self.device)
 
 
 def _of(value: Any, tokens: Tensor) -> Any:
