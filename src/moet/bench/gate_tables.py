@@ -29,22 +29,18 @@ def _change(other: str) -> Column:
     return Column(f"against {_WORDS[other]}", cell)
 
 
-def _fidelity(about: str) -> tuple[Column, ...]:
-    return (
-        Column(about, _setting),
-        Column("KL to FP4, nats", number("kl", 3)),
-        Column("± s.e.", number("kl_se", 3)),
-        Column("change from base", number("kl_change", 3)),
-        Column("± s.e.", number("kl_change_se", 3)),
-        Column("same top-1", number("top1", 1, 100, " %")),
-        Column("decided again", number("fired", 0, 100, " %")),
-    )
-
-
 GATE_TABLES: Tables = {
     "gate-tiny-moe": Table(
         "gate-tiny-moe.json",
-        _fidelity("tiny-moe, level 3"),
+        (
+            Column("tiny-moe, level 3", _setting),
+            Column("KL to FP4, nats", number("kl", 3)),
+            Column("± s.e.", number("kl_se", 3)),
+            Column("change from base", number("kl_change", 3)),
+            Column("± s.e.", number("kl_change_se", 3)),
+            Column("same top-1", number("top1", 1, 100, " %")),
+            Column("decided again", number("fired", 0, 100, " %")),
+        ),
         keep=lambda row: "kl" in row,
     ),
     "gate-answers-tiny-moe": Table(
