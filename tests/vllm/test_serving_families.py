@@ -23,6 +23,8 @@ IDS = prompts(256, (3, 17, 40, 90))
 # family → format, arguments of `write_checkpoint`, of the engine, largest error of a logprob
 CASES = {
     "gpt_oss": ("mxfp4", {"layers": 2}, {}, 1e-4),
+    "glm4_moe": ("nvfp4", {"layers": 2, "mtp_format": "bf16"}, {}, 1e-4),
+    "kimi_k2": ("int4_group", {"layers": 2}, {"attention_backend": "CPU_MLA"}, 1e-4),
     "llama4_text": ("bf16", {"top_k": 1, "layers": 2}, {}, 1e-4),
     "kimi_k25": (
         "nvfp4",
