@@ -9,7 +9,6 @@ to run at the same time: `pytest -k FAMILY`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,25 +20,14 @@ pytest.importorskip("vllm")
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import (
-    cleanup_dist_env_and_memory,
-    init_distributed_environment,
-    initialize_model_parallel,
-)
-from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.model_loader import get_model
-from vllm.utils.network_utils import get_open_port
-from vllm.v1.worker.workspace import init_workspace_manager
+from vllm.distributed import cleanup_dist_env_and_memory
 
 from moet.checkpoints import Checkpoint
 from moet.eval.pack import packed_experts
 from moet.formats import Precision
-from moet.kernels import SwiGLU
-from moet.kernels.reference import gated
 from moet.pack import Pack, PackRowSource
-from moet.vllm.method import find_runtime, moet_methods
 from tests.fixtures.checkpoints import write_checkpoint
+from tests.vllm.loading import check_experts, loaded
 from tests.vllm.plain import load_plain
 from tests.vllm.serving import (
     engine,
@@ -191,30 +179,6 @@ def test_same_bits_with_a_fifth_of_the_rows_on_the_gpu(served: Served) -> None:
         served.resize(served.rows, served.rows)
 
 
-@contextmanager
-def loaded(model: Path, pack: Path) -> Iterator[VllmConfig]:
-    """The model class with all weights, in this process; its forward pass is never called."""
-    config = EngineArgs(
-        model=str(model), quantization="moet", dtype="bfloat16", enforce_eager=True,
-        max_model_len=256, max_num_seqs=8, skip_tokenizer_init=True,
-        kv_cache_memory_bytes=64 << 20,
-        additional_config={"moet": {"pack": str(pack), "base_pool": "50%", "arena": "100%"}},
-    ).create_engine_config()  # fmt: skip
-    with set_current_vllm_config(config):
-        address = f"tcp://127.0.0.1:{get_open_port()}"
-        init_distributed_environment(1, 0, address, 0, "nccl")
-        initialize_model_parallel(1, 1)
-        init_workspace_manager(torch.device("cuda:0"))
-        try:
-            get_model(vllm_config=config)
-            yield config
-        finally:
-            runtime = find_runtime(config)
-            if runtime is not None:
-                runtime.close()
-            cleanup_dist_env_and_memory()
-
-
 @pytest.mark.parametrize("family", LOADED)
 def test_loaded_experts_are_the_packs(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -223,32 +187,7 @@ def test_loaded_experts_are_the_packs(
     indexer = "vllm.model_executor.layers.sparse_attn_indexer.has_deep_gemm"
     monkeypatch.setattr(indexer, lambda: True)
     model, pack = write(tmp_path, family, LOADED[family])
-    opened = Pack.open(pack)
-    rng = torch.Generator().manual_seed(0)
-    with (
-        loaded(model, pack) as config,
-        Checkpoint.open(model) as checkpoint,
-        PackRowSource(opened, checkpoint) as source,
-    ):
-        geometry = checkpoint.geometry
-        activation = SwiGLU(geometry.swiglu_limit, geometry.swiglu_alpha, geometry.swiglu_beta)
-        experts = packed_experts(source, Precision.BASE)
-        methods = moet_methods(config)
-        layers = [of for of in geometry.moe_layers if of not in geometry.mtp_layers]
-        assert sorted(of.layer for of in methods) == layers
-        for tokens in (3, 60):  # decode, prefill
-            for method in sorted(methods, key=lambda of: of.layer):  # a pass of the model
-                x = torch.randn(tokens, geometry.hidden, generator=rng).bfloat16()
-                scores = torch.rand(tokens, geometry.num_experts, generator=rng)
-                weights, ids = scores.topk(geometry.top_k)
-                found = method.compute(
-                    x.cuda(), weights.cuda(), ids.to(torch.int32).cuda(), attn_metadata=object()
-                )
-                expected = torch.zeros(x.shape, dtype=torch.float64)
-                for expert in range(geometry.num_experts):
-                    gate, up, down = (of.double() for of in experts(method.layer, expert))
-                    hidden = gated(x.double() @ gate.T, x.double() @ up.T, activation)
-                    share = (weights * (ids == expert)).sum(1, keepdim=True)
-                    expected += share * (hidden @ down.T)
-                error = (found.cpu().double() - expected).norm() / expected.norm()
-                assert error < 0.01, (method.layer, tokens, error)
+    settings = {"pack": str(pack), "base_pool": "50%", "arena": "100%"}
+    gpu = torch.device("cuda:0")
+    with loaded(model, settings, gpu) as config:
+        check_experts(config, model, pack, gpu, object())
