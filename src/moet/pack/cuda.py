@@ -30,6 +30,7 @@ _MAX_BLOCKS = 1024  # of a row of weights, which the kernel keeps in shared memo
 _INFINITY_BITS = 0x7F800000
 _THREADS = 256
 _FP8_BLOCK = 128
+_EXPERT_BYTES = 2**30  # more than an expert of 7168 × 2048 takes
 _INT4_OFFSET = 8
 
 
@@ -72,18 +73,21 @@ class CudaEncoder(RowEncoder):
             self._encode_mxfp4 = Kernel(cubin, "encode_mxfp4")
             self._tiles = Kernel(cubin, "tiles")
             self._tables = {
-                name: torch.from_numpy(np.array(values)).to(device)
+                name: torch.from_numpy(values.astype(np.float32)).to(device)
                 for name, values in (
                     ("e2m1", E2M1_VALUES), ("e4m3", E4M3_VALUES), ("e8m0", E8M0_VALUES),
                 )
             }  # fmt: skip
+            self._scale_values = torch.from_numpy(np.array(E4M3_VALUES)).to(device)
+            free, _ = torch.cuda.mem_get_info(device)
+            self._room = threading.BoundedSemaphore(max(1, free // _EXPERT_BYTES))
 
     def encode(self, source: ExpertSource, layout: LayerLayout) -> EncodedRows | None:
         if layout.base.hidden > BLOCK * _MAX_BLOCKS or layout.base.intermediate > (
             BLOCK * _MAX_BLOCKS
         ):
             return None
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream()):
+        with self._room, torch.cuda.device(self._device), torch.cuda.stream(self._stream()):
             stored = [self._decode(source[of].format, source[of].parts) for of in PROJECTIONS]
             largest = [(of.weight.view(torch.int32) & 0x7FFFFFFF).max() for of in stored]
             checks = torch.stack([*largest, *(of.bad.int() for of in stored)]).tolist()
@@ -161,12 +165,12 @@ class CudaEncoder(RowEncoder):
     def _four_bits(
         self, packed: Tensor, scale: Tensor, scales: str, factor: float, bad: Tensor
     ) -> _Stored:
-        """As `matrices.decode_to`: products in float64, rounded once."""
+        """As `matrices.decode_to`: code · scale is a float32 number, so only the factor rounds."""
         codes = _nibbles(packed.contiguous().view(torch.uint8))
-        values = self._tables["e2m1"][codes.int()].view(*scale.shape, -1)
-        worth = self._tables[scales][scale.int()] * factor
-        weight = (values * worth[..., None]).float().flatten(1).contiguous()
-        return _Stored(weight, bad, (codes, scale, factor))
+        weight = self._tables["e2m1"][codes.int()].view(*scale.shape, -1)
+        weight *= self._tables[scales][scale.int()][..., None]
+        weight *= factor
+        return _Stored(weight.flatten(1), bad, (codes, scale, factor))
 
     def _quantize(self, weight: Tensor, factor: float) -> _Coded:
         rows, cols = weight.shape
@@ -177,7 +181,7 @@ class CudaEncoder(RowEncoder):
         inverse = float(np.float32(1 / (2.5 * factor)))
         self._launch(
             self._search, rows, threads,
-            [weight, self._tables["e4m3"], codes, scales, blocks, factor, inverse],
+            [weight, self._scale_values, codes, scales, blocks, factor, inverse],
         )  # fmt: skip
         return _Coded(codes, scales)
 
@@ -198,7 +202,7 @@ class CudaEncoder(RowEncoder):
         out = torch.empty(8 * (4 * 32 + 6) + 256, dtype=torch.uint8, device=self._device)
         self._launch(
             self._statistics, 1, 32,
-            [weight, coded.codes, coded.scales, self._tables["e4m3"], out, out[1024:], out[1072:],
+            [weight, coded.codes, coded.scales, self._scale_values, out, out[1024:], out[1072:],
              coded.scales.numel(), factor],
         )  # fmt: skip
         return out
