@@ -5,10 +5,18 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+import threading
+from contextlib import nullcontext
 from importlib.resources import files
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+
+import moet.pack.cuda
+from moet.pack.cuda import CudaEncoder
 
 DEVICE = r"""
 #pragma once
@@ -107,3 +115,48 @@ def compiled(place: Path) -> ctypes.CDLL:
         check=True,
     )  # fmt: skip
     return ctypes.CDLL(str(library))
+
+
+class HostEncoder(CudaEncoder):
+    """`CudaEncoder` on the CPU, one expert at a time: the kernels' threads share static memory."""
+
+    def __init__(self, kernels: ctypes.CDLL, patch: pytest.MonkeyPatch) -> None:
+        stream = SimpleNamespace(cuda_stream=0)
+        for name, stand_in in (
+            ("device", lambda _: nullcontext()), ("stream", lambda _: nullcontext()),
+            ("Stream", lambda _: stream), ("current_stream", lambda _: stream),
+            ("mem_get_info", lambda _: (2**30, 2**30)),
+            ("get_device_properties", lambda _: SimpleNamespace(major=9, minor=0)),
+        ):  # fmt: skip
+            patch.setattr(torch.cuda, name, stand_in)
+        patch.setattr(moet.pack.cuda, "cached_cubin", lambda *_: kernels)
+        patch.setattr(moet.pack.cuda, "Kernel", _HostKernel)
+        super().__init__(torch.device("cpu"))
+        self._one = threading.Lock()
+        self.encoded = 0
+
+    def encode(self, *arguments: Any) -> Any:
+        with self._one:
+            rows = super().encode(*arguments)
+            self.encoded += rows is not None
+            return rows
+
+
+_GRID_AT = {"search": 4, "tiles": 3}  # where the host's function takes the grid
+
+
+class _HostKernel:
+    """A kernel of `LAUNCHES`, with the arguments of a launch."""
+
+    def __init__(self, kernels: ctypes.CDLL, name: str) -> None:
+        self._name, self._function = name, getattr(kernels, f"host_{name}")
+
+    def launch(self, grid: tuple[int, int], threads: int, stream: int, arguments: Any) -> None:
+        values = [
+            ctypes.c_void_p(a.data_ptr()) if isinstance(a, torch.Tensor)
+            else ctypes.c_float(a) if isinstance(a, float) else ctypes.c_int(a)
+            for a in arguments
+        ]  # fmt: skip
+        if self._name in _GRID_AT:
+            values.insert(_GRID_AT[self._name], ctypes.c_int(grid[0]))
+        self._function(*values)

@@ -13,15 +13,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moet.checkpoints import Checkpoint
 from moet.formats.base import FORMATS
 from moet.formats.fp4 import fp4_matrix
 from moet.formats.layout import Matrix, Precision, RowLayout, encode_row
 from moet.formats.numbers import E4M3_VALUES
+from moet.pack import write_pack
 from moet.pack.cuda import measured_statistics, row_sections
 from moet.quantize import DataFreeQuantizer
 from moet.quantize.base import MatrixContext
 from moet.quantize.statistics import matrix_statistics
-from tests.pack.host_cuda import compiled
+from tests.fixtures.checkpoints import write_checkpoint
+from tests.pack.host_cuda import HostEncoder, compiled
 
 CONTEXT = MatrixContext(0, 0, "gate")
 
@@ -36,9 +39,15 @@ def pointer(array):
 
 
 def random_weights(seed: int, rows: int, cols: int) -> np.ndarray:
-    """Of many sizes, with zeros of both signs, blocks of zeros and subnormal numbers."""
+    """Of many sizes, with zeros of both signs, blocks of zeros, blocks of one large weight among
+    small ones, for which the least scales are best, and subnormal numbers."""
     rng = np.random.default_rng(seed)
-    weight = rng.standard_normal((rows, cols)) * 2.0 ** rng.integers(-12, 4, (rows, 1))
+    weight = rng.standard_normal((rows, cols))
+    spiky = rng.random(rows) < 0.5
+    others = rng.choice([-1, 1], (rows, 32)) / rng.uniform(2, 20, (rows, 1))
+    others[:, 0] = 1
+    weight[spiky, -32:] = others[spiky]
+    weight *= 2.0 ** rng.integers(-12, 4, (rows, 1))
     if seed % 3 == 1:  # as an FP4 checkpoint has them
         weight = np.round(2 * weight) / 2
     weight[rng.random(weight.shape) < 0.1] = 0.0
@@ -109,3 +118,25 @@ def test_tiles(kernels, precision, hidden, intermediate, slices):
             of.codes.shape[0] // 32 * tiles_across, tiles_across, *section,
         )  # fmt: skip
     np.testing.assert_array_equal(row, expected)
+
+
+@pytest.mark.parametrize("with_fp4", [False, True])
+@pytest.mark.parametrize(
+    ("family", "format"),
+    [("deepseek_v3", "bf16"), ("deepseek_v3", "fp8_block"), ("deepseek_v3", "nvfp4"),
+     ("kimi_k2", "int4_group"), ("deepseek_v4", "mxfp4"), ("gpt_oss", "mxfp4")],
+)  # fmt: skip
+def test_whole_packs(kernels, family, format, with_fp4, tmp_path, monkeypatch):
+    model = write_checkpoint(tmp_path / "model", family, format, layers=2, experts=2, top_k=1)
+    encoder = HostEncoder(kernels, monkeypatch)
+    with Checkpoint.open(model) as checkpoint:
+        geometry = checkpoint.geometry
+        digests = {
+            write_pack(
+                checkpoint, tmp_path / name, quantizer=DataFreeQuantizer(), with_fp4=with_fp4,
+                encoder=by,
+            ).digest
+            for name, by in (("cpu", None), ("gpu", encoder))
+        }  # fmt: skip
+    assert len(digests) == 1
+    assert encoder.encoded == geometry.num_experts * len(geometry.moe_layers)
