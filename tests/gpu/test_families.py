@@ -59,18 +59,26 @@ class Case:
     torch_indexer: bool = False
 
 
+MLA = {"qk_nope_head_dim": 128, "v_head_dim": 128}  # which FlashAttention has on Hopper
+TRITON = {"attention_backend": "TRITON_ATTN"}  # FlashAttention lacks the fixtures' heads of 64
 SERVED = {
-    "glm4_moe": Case("nvfp4", {"mtp_format": "bf16"}),
-    "gpt_oss": Case("mxfp4", {"layers": 2}),
-    # The vision tower is there; profiling it would need the processor's files.
-    "kimi_k25": Case("nvfp4", options={"skip_mm_profiling": True}),
-    "kimi_k2": Case("int4_group"),
+    "glm4_moe": Case("nvfp4", {"mtp_format": "bf16"}, TRITON),
     # As many indices as there are tokens at most: none is left out by a difference in rounding.
-    "glm_moe_dsa": Case("nvfp4", {"mtp": False, "shape": {"index_topk": 512}}, torch_indexer=True),
-    "llama4": Case("bf16", {"top_k": 1, "layers": 2}, {"skip_mm_profiling": True}),
-    "llama4_text": Case("bf16", {"top_k": 1, "layers": 2}),
-    "minimax_m2": Case("fp8_block", {"dense_fp8": True}),
-    "qwen3_next": Case("bf16", {"layers": 2, "mtp": False}),
+    "glm_moe_dsa": Case(
+        "nvfp4", {"mtp": False, "shape": MLA | {"index_topk": 512}}, torch_indexer=True
+    ),
+    "gpt_oss": Case("mxfp4", {"layers": 2}, TRITON),
+    # The vision tower is there; profiling it would need the processor's files.
+    "kimi_k25": Case("nvfp4", {"shape": MLA}, {"skip_mm_profiling": True}),
+    "kimi_k2": Case("int4_group", {"shape": MLA}),
+    "llama4": Case("bf16", {"top_k": 1, "layers": 2}, TRITON | {"skip_mm_profiling": True}),
+    "llama4_text": Case("bf16", {"top_k": 1, "layers": 2}, TRITON),
+    "minimax_m2": Case("fp8_block", {"dense_fp8": True}, TRITON),
+    "qwen3_next": Case(
+        "bf16",
+        {"layers": 2, "mtp": False},
+        TRITON | {"additional_config": {"gdn_prefill_backend": "triton"}},
+    ),
 }
 LOADED = {
     "deepseek_v4": Case("mxfp4", {"dense_fp8": True, "mtp": False}),

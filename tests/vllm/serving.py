@@ -24,7 +24,7 @@ def engine(model: Path, settings: dict[str, Any] | None, **options: Any) -> Iter
     if settings is not None:
         options |= {
             "quantization": "moet",
-            "additional_config": {"moet": settings},
+            "additional_config": options.get("additional_config", {}) | {"moet": settings},
             "worker_extension_cls": "tests.vllm.extension.ServingTestExtension",
         }
     defaults = {
