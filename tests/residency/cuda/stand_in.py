@@ -55,6 +55,9 @@ class StandInDriver:
     def launching(self) -> int:
         return 0
 
+    def capturing(self) -> bool:
+        return False
+
     def event(self) -> int:
         self._next += 1
         return self._next

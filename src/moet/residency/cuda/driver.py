@@ -97,6 +97,11 @@ class Driver:
         """The stream that the calling thread launches PyTorch's kernels on."""
         return torch.cuda.current_stream(self._device).cuda_stream
 
+    def capturing(self) -> bool:
+        """Whether that stream is being captured in a CUDA graph."""
+        capturing: bool = torch.cuda.is_current_stream_capturing()
+        return capturing
+
     def event(self) -> int:
         with self.current():
             return self._made("cuEventCreate", _DISABLE_TIMING)

@@ -52,8 +52,8 @@ class Staging:
         """Starts copying for the layer after this one, if a pass of so many ids is worth it.
 
         code: uint8 [layers, experts], on the device; the rows' precisions."""
-        if ids < self._least or layer >= self._last:
-            return
+        if ids < self._least or layer >= self._last or self._driver.capturing():
+            return  # a graph may end between two layers, with the copies not joined
         self._ahead = layer + 1, code
         self._driver.follow(self._stream, self._driver.launching(), self._fork)
         into = self._buffers[(layer + 1) % 2]
