@@ -8,7 +8,7 @@ One engine of vLLM with CUDA graphs and all rows in GPU memory; τ is changed be
 * the KL of the next token's distribution to FP4's, over the whole vocabulary, at the ends of the
   windows of models/nano-moe; top-1 agreement; the share of tokens that the gate decided again;
 * tokens a second of decoding alone, by streams: two runs of different length, subtracted; the
-  median of five.
+  median of three.
 
 Writes bench/results/gate-NAME.json.
 """
@@ -29,7 +29,7 @@ from moet.eval.heldout import read_heldout
 
 SETTINGS = {"fp4": 1.0, "base": 0.0, "tau-0.4": 0.4, "tau-0.6": 0.6, "tau-0.8": 0.8}
 STREAMS = (1, 16)
-PROMPT, SHORT, LONG = 64, 8, 200  # tokens
+PROMPT, SHORT, LONG = 64, 8, 136  # tokens
 
 Counts = tuple[float, ...]
 
@@ -129,7 +129,7 @@ def speed(llm: LLM, ids: list[list[int]]) -> float:
     """Tokens a second of decoding after each of these prompts at once."""
     prompts = [TokensPrompt(prompt_token_ids=p[:PROMPT]) for p in ids]
     found = []
-    for _ in range(5):
+    for _ in range(3):
         seconds = []
         for tokens in (SHORT, LONG):
             parameters = SamplingParams(
