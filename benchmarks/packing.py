@@ -46,7 +46,7 @@ PIECE = 8 << 20
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("models", nargs="*", metavar="MODEL=GIB[,GIB …]")
-    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--workers", type=int, default=min(len(os.sched_getaffinity(0)), 16))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--cold", action="store_true", help="read from the disk, not its cache")
     parser.add_argument("--packs", type=Path, help="where packs go; default: beside the checkpoint")

@@ -51,16 +51,10 @@ inline double __dsub_rn(double a, double b) { return a - b; }
 inline double __ddiv_rn(double a, double b) { return a / b; }
 inline int __ffs(u32 v) { return __builtin_ffs(v); }
 inline bool __syncthreads_or(bool v) { return v; }  // a thread a block
-inline std::barrier<> warp(32);
-inline u64 exchanged[32];
-inline void __syncwarp() { warp.arrive_and_wait(); }
-inline u64 __shfl_xor_sync(u32, u64 v, int step) {
-  exchanged[threadIdx.x] = v;
-  warp.arrive_and_wait();
-  const u64 other = exchanged[threadIdx.x ^ step];
-  warp.arrive_and_wait();
-  return other;
-}
+constexpr unsigned kThreads = 6 * 32;  // of `statistics`: four warps that add, two that work out
+inline std::barrier<> block(kThreads);
+inline void __syncthreads() { block.arrive_and_wait(); }
+inline void atomicAdd(u32* to, u32 v) { __atomic_fetch_add(to, v, __ATOMIC_RELAXED); }
 template <class F> void each_thread(unsigned grid, unsigned threads, F f) {
   for (unsigned b = 0; b < grid; b++)
     for (unsigned t = 0; t < threads; t++) {
@@ -78,13 +72,13 @@ extern "C" void host_search(const float* weight, const double* values, u8* codes
 extern "C" void host_statistics(const float* weight, const u8* codes, const u8* scales,
                                 const double* values, double* sums, u64* counts, u8* used,
                                 int blocks, float factor) {
-  std::vector<std::thread> lanes;
-  for (unsigned i = 0; i < 32; i++)
-    lanes.emplace_back([=] {
-      blockIdx = {0}, threadIdx = {i}, blockDim = {32};
+  std::vector<std::thread> threads;
+  for (unsigned i = 0; i < kThreads; i++)
+    threads.emplace_back([=] {
+      blockIdx = {0}, threadIdx = {i}, blockDim = {kThreads};
       statistics(weight, codes, scales, values, sums, counts, used, blocks, factor);
     });
-  for (auto& lane : lanes) lane.join();
+  for (auto& thread : threads) thread.join();
 }
 extern "C" void host_encode_mxfp4(const float* weight, u8* codes, u8* scales, int blocks) {
   each_thread(blocks, 1, [&] { encode_mxfp4(weight, codes, scales, blocks); });
@@ -121,7 +115,7 @@ class HostEncoder(CudaEncoder):
     """`CudaEncoder` on the CPU, one expert at a time: the kernels' threads share static memory."""
 
     def __init__(self, kernels: ctypes.CDLL, patch: pytest.MonkeyPatch) -> None:
-        stream = SimpleNamespace(cuda_stream=0)
+        stream = SimpleNamespace(cuda_stream=0, synchronize=lambda: None)
         for name, stand_in in (
             ("device", lambda _: nullcontext()), ("stream", lambda _: nullcontext()),
             ("Stream", lambda _: stream), ("current_stream", lambda _: stream),
@@ -129,6 +123,7 @@ class HostEncoder(CudaEncoder):
             ("get_device_properties", lambda _: SimpleNamespace(major=9, minor=0)),
         ):  # fmt: skip
             patch.setattr(torch.cuda, name, stand_in)
+        patch.setattr(moet.pack.cuda, "host_memory", lambda n: torch.empty(n, dtype=torch.uint8))
         patch.setattr(moet.pack.cuda, "cached_cubin", lambda *_: kernels)
         patch.setattr(moet.pack.cuda, "Kernel", _HostKernel)
         super().__init__(torch.device("cpu"))

@@ -29,6 +29,7 @@ from moet.quantize.statistics import MatrixStatistics
 _MAX_BLOCKS = 1024  # of a row of weights, which the kernel keeps in shared memory
 _INFINITY_BITS = 0x7F800000
 _THREADS = 256
+_ALIGN = 256  # of parts in pinned memory
 _FP8_BLOCK = 128
 _EXPERT_BYTES = 2**30  # more than an expert of 7168 × 2048 takes
 _INT4_OFFSET = 8
@@ -43,6 +44,54 @@ class _Stored(NamedTuple):
     weight: Tensor
     bad: Tensor
     fp4: tuple[Tensor, Tensor, float] | None = None
+
+
+class _Lane:
+    """A thread's stream, and its pinned host memory: copies from other memory wait within the
+    driver, and other threads with them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._buffers: dict[str, Tensor] = {}
+        self._used = 0
+
+    def begin(self, size: int) -> None:
+        """Makes room for so many bytes; what was moved before is not needed any more."""
+        self._used = 0
+        self._buffer("in", size)
+
+    def to_device(self, part: Tensor, device: torch.device) -> Tensor:
+        source = part.contiguous()
+        raw = source.reshape(-1).view(torch.uint8)
+        pinned = self._buffer("in", 0)[self._used : self._used + len(raw)]
+        self._used += _aligned(len(raw))
+        np.copyto(pinned.numpy(), raw.numpy())
+        moved = torch.empty(len(raw), dtype=torch.uint8, device=device)
+        moved.copy_(pinned, non_blocking=True)
+        return moved.view(source.dtype).view(source.shape)
+
+    def to_host(self, use: str, tensor: Tensor) -> U8:
+        """The bytes, once the stream is synchronized, and until the next call for the same use."""
+        raw = tensor.reshape(-1).view(torch.uint8)
+        pinned = self._buffer(use, len(raw))[: len(raw)]
+        pinned.copy_(raw, non_blocking=True)
+        found: U8 = pinned.numpy()
+        return found
+
+    def _buffer(self, use: str, size: int) -> Tensor:
+        buffer = self._buffers.get(use)
+        if buffer is None or len(buffer) < size:
+            buffer = self._buffers[use] = host_memory(size)
+        return buffer
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
+
+
+def host_memory(size: int) -> Tensor:
+    """uint8 [size], pinned."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
 class _Coded(NamedTuple):
@@ -87,10 +136,16 @@ class CudaEncoder(RowEncoder):
             BLOCK * _MAX_BLOCKS
         ):
             return None
-        with self._room, torch.cuda.device(self._device), torch.cuda.stream(self._stream()):
+        lane = self._lane()
+        with self._room, torch.cuda.device(self._device), torch.cuda.stream(lane.stream):
+            parts = (part for of in PROJECTIONS for part in source[of].parts.values())
+            lane.begin(sum(_aligned(part.nbytes) for part in parts))
             stored = [self._decode(source[of].format, source[of].parts) for of in PROJECTIONS]
             largest = [(of.weight.view(torch.int32) & 0x7FFFFFFF).max() for of in stored]
-            checks = torch.stack([*largest, *(of.bad.int() for of in stored)]).tolist()
+            found = torch.stack([*largest, *(of.bad.int() for of in stored)])
+            found_here = lane.to_host("checks", found)
+            lane.stream.synchronize()
+            checks = found_here.view(np.int32).tolist()
             if max(checks[:3]) >= _INFINITY_BITS or any(checks[3:]):
                 return None
             factors = [matrix_factor(bits) for bits in checks[:3]]
@@ -98,35 +153,41 @@ class CudaEncoder(RowEncoder):
                 self._quantize(of.weight, factor)
                 for of, factor in zip(stored, factors, strict=True)
             ]
-            base = self._row(layout.base, coded)
+            base = lane.to_host("base", self._row(layout.base, coded))
             fp4, fp4_factors = None, [1.0 if of.fp4 is None else of.fp4[2] for of in stored]
             if layout.fp4_in_pack:
-                fp4 = self._row(layout.fp4, [self._fp4(layout.fp4.precision, of) for of in stored])
+                of_fp4 = [self._fp4(layout.fp4.precision, of) for of in stored]
+                fp4 = lane.to_host("fp4", self._row(layout.fp4, of_fp4))
             sums = [
-                self._measure(of.weight, coding, factor)
-                for of, coding, factor in zip(stored, coded, factors, strict=True)
+                lane.to_host(projection, self._measure(of.weight, coding, factor))
+                for projection, of, coding, factor in zip(
+                    PROJECTIONS, stored, coded, factors, strict=True
+                )
             ]
+            lane.stream.synchronize()
             return EncodedRows(
-                base=base.cpu().numpy(),
+                base=base,
                 base_factor=np.array(factors, np.float32),
-                fp4=None if fp4 is None else fp4.cpu().numpy(),
+                fp4=fp4,
                 fp4_factor=np.array(fp4_factors, np.float32),
                 statistics=[
-                    measured_statistics(of.cpu().numpy(), coding.codes.numel(), factor)
+                    measured_statistics(of, coding.codes.numel(), factor)
                     for of, coding, factor in zip(sums, coded, factors, strict=True)
                 ],
             )
 
-    def _stream(self) -> torch.cuda.Stream:
+    def _lane(self) -> _Lane:
         """This thread's."""
-        if not hasattr(self._local, "stream"):
-            self._local.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        stream: torch.cuda.Stream = self._local.stream
-        return stream
+        if not hasattr(self._local, "lane"):
+            self._local.lane = _Lane(self._device)
+        lane: _Lane = self._local.lane
+        return lane
 
     def _decode(self, format: str, parts: Parts) -> _Stored:
         moved = {
-            name: parts[name].to(self._device) if parts[name].ndim else parts[name]
+            name: self._lane().to_device(parts[name], self._device)
+            if parts[name].ndim
+            else parts[name]
             for name in FORMATS[format].parts
         }
         decoders: dict[str, Callable[[Parts], _Stored]] = {
@@ -201,7 +262,7 @@ class CudaEncoder(RowEncoder):
         """uint8: four sums of 32 lanes in float64, six counts in int64, 256 marks of scales."""
         out = torch.empty(8 * (4 * 32 + 6) + 256, dtype=torch.uint8, device=self._device)
         self._launch(
-            self._statistics, 1, 32,
+            self._statistics, 1, 384,
             [weight, coded.codes, coded.scales, self._scale_values, out, out[1024:], out[1072:],
              coded.scales.numel(), factor],
         )  # fmt: skip

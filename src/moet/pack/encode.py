@@ -27,8 +27,8 @@ FP4_RULE = "least_error"  # how our own MXFP4 chooses scales, where the checkpoi
 class EncodedRows:
     """An expert's rows, and what its layer's small tensors hold of them.
 
-    base, fp4: whole rows; fp4 is None where it stays in the checkpoint. factors: float32 [3].
-    statistics: of gate, up and down.
+    base, fp4: whole rows, until the same thread encodes another expert; fp4 is None where it stays
+    in the checkpoint. factors: float32 [3]. statistics: of gate, up and down.
     """
 
     base: U8

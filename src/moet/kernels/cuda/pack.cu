@@ -136,63 +136,96 @@ search(const float* weight, const double* scale_values, u8* codes, u8* scales, i
     sign_zeros(drifts, blocks, codes + row * blocks * kBlock);
 }
 
+constexpr int kSums = 4;    // warps that each have one sum
+constexpr int kChunk = 16;  // blocks between two barriers
+constexpr int kAhead = 4;   // chunks that are loaded ahead
+
 // The sums of `MatrixStatistics` over W's blocks, in the order of the definition: lane i has every
-// block's weight i. sums: [4][32]. counts: codes +1, +4, −1, −4, zeros, negative zeros. used: [256],
-// which scales there are. By one warp.
-extern "C" __global__ void __launch_bounds__(32)
+// block's weight i. sums: squares, magnitudes, squared errors, errors, each [32]. counts: codes +1,
+// +4, −1, −4, zeros, negative zeros. used: [256], which scales there are. By one block of threads:
+// the first kSums warps add what the others, a power of two, work out.
+extern "C" __global__ void __launch_bounds__(384)
 statistics(const float* weight, const u8* codes, const u8* scales, const double* scale_values,
            double* sums, u64* counts, u8* used, int blocks, float factor) {
+  __shared__ double terms[2][kChunk][kSums][kBlock];
   __shared__ double values[256];
   __shared__ u8 seen[256];
-  const int lane = threadIdx.x;
-  for (int i = lane; i < 256; i += 32) {
+  __shared__ u32 all[6];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int producers = blockDim.x / 32 - kSums, producer = warp - kSums;
+  for (int i = threadIdx.x; i < 256; i += blockDim.x) {
     values[i] = __dmul_rn(scale_values[i], double(factor));
     seen[i] = 0;
   }
-  __syncwarp();
-  double squares = 0.0, magnitudes = 0.0, squared_errors = 0.0, errors = 0.0;
+  if (threadIdx.x < 6) all[threadIdx.x] = 0;
+  __syncthreads();
+
+  constexpr int kMost = kChunk / 2;  // blocks of a chunk that a warp works out, at most
+  const int share = kChunk / producers;
+  float w[kAhead][kMost];
+  u8 code[kAhead][kMost], scale[kAhead][kMost];
+  const auto load = [&](int chunk, float* w, u8* code, u8* scale) {
+#pragma unroll
+    for (int j = 0; j < kMost; j++) {
+      if (j >= share) break;
+      const u64 at = least(chunk * kChunk + producer * share + j, blocks - 1);
+      w[j] = weight[at * kBlock + lane];
+      code[j] = codes[at * kBlock + lane];
+      scale[j] = scales[at];
+    }
+  };
+  const int chunks = (blocks + kChunk - 1) / kChunk;
   u32 count[6] = {};
-  constexpr int kAhead = 16;
+  double sum = 0.0;
+  if (producer >= 0)
+#pragma unroll
+    for (int d = 0; d < kAhead; d++) load(d, w[d], code[d], scale[d]);
 #pragma unroll 1
-  for (int start = 0; start < blocks; start += kAhead) {
-    float w[kAhead];
-    u8 code[kAhead], scale[kAhead];
+  for (int start = 0; start <= chunks; start += kAhead) {
 #pragma unroll
-    for (int i = 0; i < kAhead; i++) {
-      const u64 at = least(start + i, blocks - 1);
-      w[i] = weight[at * kBlock + lane];
-      code[i] = codes[at * kBlock + lane];
-      scale[i] = scales[at];
-    }
+    for (int d = 0; d < kAhead; d++) {
+      const int chunk = start + d;
+      if (producer >= 0 && chunk < chunks) {
 #pragma unroll
-    for (int i = 0; i < kAhead; i++) {
-      if (start + i >= blocks) break;
-      const double v = w[i];
-      const int level = (1 + 3 * (code[i] & 1)) * (1 - (code[i] & 2));
-      const double error = __dsub_rn(__dmul_rn(double(level), values[scale[i]]), v);
-      squares = __dadd_rn(squares, __dmul_rn(v, v));
-      magnitudes = __dadd_rn(magnitudes, fabs(v));
-      squared_errors = __dadd_rn(squared_errors, __dmul_rn(error, error));
-      errors = __dadd_rn(errors, error);
+        for (int j = 0; j < kMost; j++) {
+          if (j >= share) break;
+          const int i = producer * share + j;
+          if (chunk * kChunk + i >= blocks) break;
+          const double v = w[d][j];
+          const int c = code[d][j], level = (1 + 3 * (c & 1)) * (1 - (c & 2));
+          const double error = __dsub_rn(__dmul_rn(double(level), values[scale[d][j]]), v);
+          double(*const to)[kBlock] = terms[chunk & 1][i];
+          to[0][lane] = __dmul_rn(v, v);
+          to[1][lane] = fabs(v);
+          to[2][lane] = __dmul_rn(error, error);
+          to[3][lane] = error;
 #pragma unroll
-      for (int c = 0; c < 4; c++) count[c] += code[i] == c;
-      count[4] += v == 0.0;
-      count[5] += v == 0.0 && code[i] >> 1;
-      if (lane == 0) seen[scale[i]] = 1;
+          for (int k = 0; k < 4; k++) count[k] += c == k;
+          count[4] += v == 0.0;
+          count[5] += v == 0.0 && c >> 1;
+          if (lane == 0) seen[scale[d][j]] = 1;
+        }
+        load(chunk + kAhead, w[d], code[d], scale[d]);
+      }
+      if (producer < 0 && chunk > 0 && chunk <= chunks) {
+        const double(*const from)[kSums][kBlock] = terms[(chunk - 1) & 1];
+        const int n = least(kChunk, blocks - (chunk - 1) * kChunk);
+        if (n == kChunk) {
+#pragma unroll
+          for (int i = 0; i < kChunk; i++) sum = __dadd_rn(sum, from[i][warp][lane]);
+        } else {
+          for (int i = 0; i < n; i++) sum = __dadd_rn(sum, from[i][warp][lane]);
+        }
+      }
+      __syncthreads();
     }
   }
-  __syncwarp();
-  sums[lane] = squares;
-  sums[32 + lane] = magnitudes;
-  sums[64 + lane] = squared_errors;
-  sums[96 + lane] = errors;
-  for (int i = lane; i < 256; i += 32) used[i] = seen[i];
-#pragma unroll
-  for (int c = 0; c < 6; c++) {
-    u64 sum = count[c];
-    for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, step);
-    if (lane == 0) counts[c] = sum;
-  }
+  if (producer < 0) sums[warp * kBlock + lane] = sum;
+  else
+    for (int k = 0; k < 6; k++) atomicAdd(&all[k], count[k]);
+  __syncthreads();
+  for (int i = threadIdx.x; i < 256; i += blockDim.x) used[i] = seen[i];
+  if (threadIdx.x < 6) counts[threadIdx.x] = all[threadIdx.x];
 }
 
 // Of a value ≥ 0, the nearest number of E2M1, ties to the even code.
