@@ -12,7 +12,10 @@ import torch
 from moet.formats.layout import Precision
 from moet.kernels import SwiGLU
 from moet.kernels.cuda.shape import PRECISION_CODES
+from moet.residency.hot_set import HotSetOptions
+from moet.residency.tiers.hot import TierHotSet
 from moet.vllm.gpu import GPURuntime
+from moet.vllm.gpu_hot import HotSteps
 from moet.vllm.gpu_tables import codes
 from moet.vllm.phase import Fp4Tokens
 
@@ -133,6 +136,25 @@ def test_members_of_a_hot_set(made):
     made._now.mix(made._own, made._fp4, members)
     assert compute(made) == [65, 65, 2]
     assert compute(made, 5) == [2, 65, 2]
+
+
+def test_a_hot_set_decides_from_the_counts_of_the_steps_before(made):
+    """Every four steps, one step late; members join at the decision after."""
+    use, fetched, seen = torch.zeros(len(LAYERS), EXPERTS, dtype=torch.int64), [], []
+    use[1, 7] = 100  # of warm-up steps
+    copied = SimpleNamespace(synchronize=lambda: None)
+    made.device.copy_use = lambda into: (into.copy_(use), copied)[1]
+    hot = TierHotSet(use.shape, HotSetOptions(4, 1.5), 2, lambda rows, failed: fetched.append(rows))
+    steps = HotSteps(hot, 4, made.device, made._own, made._fp4, made._now)
+    for step in range(9):
+        steps.begin_step()
+        seen.append((len(fetched), int(made.device.code[0, 2])))
+        use[0, 2] += 1
+        if step == 3:
+            use[0, 5] += 100  # after the counts were copied
+    code = PRECISION_CODES[FP4]
+    assert seen == [(0, 0)] * 4 + [(1, 0)] * 4 + [(2, code)]
+    assert fetched == [[2], [5]]
 
 
 def test_vllms_warm_up_asks_for_nothing(made):

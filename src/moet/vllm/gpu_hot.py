@@ -32,21 +32,20 @@ class HotSteps:
         self._every, self._device = every, device
         self._own, self._fp4, self._now = own, fp4, now
         self._step = 0
-        shape = device.code.shape
-        self._counts = torch.zeros(shape, dtype=torch.int64, pin_memory=True)
-        self._drained = torch.zeros(shape, dtype=torch.int64)
+        code = device.code
+        self._counts = torch.zeros(code.shape, dtype=torch.int64, pin_memory=code.is_cuda)
+        self._drained = torch.zeros(code.shape, dtype=torch.int64)
         self._copied: torch.cuda.Event | None = None
 
     def begin_step(self) -> None:
         """Before a step is launched, on its stream."""
         if self._step == 0:  # vLLM's warm-up steps are not counted
-            self._drained.copy_(self._device.use_on_device())
+            self._device.copy_use(self._counts).synchronize()
+            self._drained.copy_(self._counts)
         if self._step % self._every == 0 and self._copied is not None:
             self._decide(self._copied)
         if (self._step + 1) % self._every == 0:
-            self._counts.copy_(self._device.use_on_device(), non_blocking=True)
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._copied.record()
+            self._copied = self._device.copy_use(self._counts)
         self._step += 1
 
     def _decide(self, copied: torch.cuda.Event) -> None:

@@ -177,10 +177,16 @@ class CudaTierDevice(TierDevice):
         device; to be read in stream order."""
         return self._kernels.failures
 
-    def use_on_device(self) -> Tensor:
-        """How many decode steps have used each expert, at any precision, as the stream's work so
-        far leaves it: int64 [layers, experts], on the device."""
-        return self._kernels.use.sum(0)
+    def copy_use(self, into: Tensor) -> torch.cuda.Event:
+        """Copies how many decode steps have used each expert, at any precision, as the stream's
+        work so far leaves it.
+
+        into: int64 [layers, experts], pinned; complete when the event has happened.
+        """
+        into.copy_(self._kernels.use.sum(0), non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
     def failed_step(self) -> int:
         """The newest step that has failed; 0: none has."""
