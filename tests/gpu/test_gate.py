@@ -83,7 +83,7 @@ def play_plain(llm) -> Recording:
 
 
 def play_gate(llm) -> Recording:
-    """Off, always, in doubt (twice, and capped), off again."""
+    """Off, always, in doubt (capped, twice, and with most rows elsewhere), off again."""
     found: Recording = {"start": figures(llm)}
     set_gate(llm, 0.0)
     found["off"] = answers(llm)
@@ -91,8 +91,12 @@ def play_gate(llm) -> Recording:
     set_gate(llm, 1.0)
     found["always"] = answers(llm)
     found["all"] = figures(llm)
-    for name, cap in (("doubt", 1.0), ("doubt again", 1.0), ("capped", 0.25)):
+    for name, cap in (("capped", 0.25), ("doubt", 1.0), ("again", 1.0), ("elsewhere", 1.0)):
         set_gate(llm, TAU, cap)
+        if name == "elsewhere":
+            sizes = {"base_pool": "20%", "fp4_pool": "20%", "arena": "40%"}
+            (answer,) = llm.collective_rpc("moet_resize", args=(sizes,))
+            assert "error" not in answer, answer
         llm.reset_prefix_cache()
         before = figures(llm)
         found[name] = run(llm)
@@ -195,12 +199,13 @@ def test_only_doubtful_tokens_are_decided_again(recorded, runner):
     assert counts["gate_second_passes"] <= counts["gate_steps"]
     tokens = [tokens_of(of) for of in (gate["doubt"], gate["off"]["together"])]
     assert tokens[0] != tokens[1]
-    assert gate["doubt again"] == gate["doubt"]
+    assert gate["again"] == gate["elsewhere"] == gate["doubt"]
     capped = gate["capped counts"]
     assert capped["gate_fired"] <= 0.25 * capped["gate_tokens"]
     held = {of["precision"] for of in gate["stats"]["rows"] if of["rows"]}
     assert held == {"base", "nvfp4"}
     assert gate["stats"]["promotions"] > 0
+    assert gate["stats"]["disk_reads"] > 192  # those of the start
 
 
 @pytest.mark.parametrize("name", ["invariant", "invariant, prompts"])
