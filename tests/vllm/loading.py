@@ -79,6 +79,8 @@ def check_experts(
                 found = methods[layer].compute(
                     x.to(device), weights.to(device), ids.to(device, torch.int32), attention
                 )
+                if geometry.router_weight_on_input:
+                    x, weights = x * weights.bfloat16(), torch.ones_like(weights)
                 expected = torch.zeros(x.shape, dtype=torch.float64)
                 for expert in range(geometry.num_experts):
                     gate, up, down = (of.double() for of in experts(layer, expert))
