@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import moet.pack.cuda
+import moet.pack.lane
 from moet.pack.cuda import CudaEncoder
 
 DEVICE = r"""
@@ -123,7 +124,7 @@ class HostEncoder(CudaEncoder):
             ("get_device_properties", lambda _: SimpleNamespace(major=9, minor=0)),
         ):  # fmt: skip
             patch.setattr(torch.cuda, name, stand_in)
-        patch.setattr(moet.pack.cuda, "host_memory", lambda n: torch.empty(n, dtype=torch.uint8))
+        patch.setattr(moet.pack.lane, "host_memory", lambda n: torch.empty(n, dtype=torch.uint8))
         patch.setattr(moet.pack.cuda, "cached_cubin", lambda *_: kernels)
         patch.setattr(moet.pack.cuda, "Kernel", _HostKernel)
         super().__init__(torch.device("cpu"))

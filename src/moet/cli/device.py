@@ -41,7 +41,7 @@ def row_encoder(device: Device) -> RowEncoder | None:
 
     try:
         return CudaEncoder(resolved)
-    except MoetError as error:
+    except (MoetError, RuntimeError) as error:  # the latter: no memory left, a broken driver
         if device is Device.CUDA:
             raise
         err.print(f"packing on the CPU: {escape(str(error))}")

@@ -21,6 +21,7 @@ from moet.kernels.cuda.launch import Kernel
 from moet.kernels.cuda.target import Target
 from moet.pack.encode import EncodedRows, RowEncoder
 from moet.pack.files import U8
+from moet.pack.lane import Lane, aligned
 from moet.pack.layer import LayerLayout
 from moet.quantize.base import BLOCK
 from moet.quantize.data_free import matrix_factor
@@ -29,7 +30,6 @@ from moet.quantize.statistics import MatrixStatistics
 _MAX_BLOCKS = 1024  # of a row of weights, which the kernel keeps in shared memory
 _INFINITY_BITS = 0x7F800000
 _THREADS = 256
-_ALIGN = 256  # of parts in pinned memory
 _FP8_BLOCK = 128
 _EXPERT_BYTES = 2**30  # more than an expert of 7168 × 2048 takes
 _INT4_OFFSET = 8
@@ -44,54 +44,6 @@ class _Stored(NamedTuple):
     weight: Tensor
     bad: Tensor
     fp4: tuple[Tensor, Tensor, float] | None = None
-
-
-class _Lane:
-    """A thread's stream, and its pinned host memory: copies from other memory wait within the
-    driver, and other threads with them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._buffers: dict[str, Tensor] = {}
-        self._used = 0
-
-    def begin(self, size: int) -> None:
-        """Makes room for so many bytes; what was moved before is not needed any more."""
-        self._used = 0
-        self._buffer("in", size)
-
-    def to_device(self, part: Tensor, device: torch.device) -> Tensor:
-        source = part.contiguous()
-        raw = source.reshape(-1).view(torch.uint8)
-        pinned = self._buffer("in", 0)[self._used : self._used + len(raw)]
-        self._used += _aligned(len(raw))
-        np.copyto(pinned.numpy(), raw.numpy())
-        moved = torch.empty(len(raw), dtype=torch.uint8, device=device)
-        moved.copy_(pinned, non_blocking=True)
-        return moved.view(source.dtype).view(source.shape)
-
-    def to_host(self, use: str, tensor: Tensor) -> U8:
-        """The bytes, once the stream is synchronized, and until the next call for the same use."""
-        raw = tensor.reshape(-1).view(torch.uint8)
-        pinned = self._buffer(use, len(raw))[: len(raw)]
-        pinned.copy_(raw, non_blocking=True)
-        found: U8 = pinned.numpy()
-        return found
-
-    def _buffer(self, use: str, size: int) -> Tensor:
-        buffer = self._buffers.get(use)
-        if buffer is None or len(buffer) < size:
-            buffer = self._buffers[use] = host_memory(size)
-        return buffer
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGN) * _ALIGN
-
-
-def host_memory(size: int) -> Tensor:
-    """uint8 [size], pinned."""
-    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
 class _Coded(NamedTuple):
@@ -132,6 +84,12 @@ class CudaEncoder(RowEncoder):
             self._room = threading.BoundedSemaphore(max(1, free // _EXPERT_BYTES))
 
     def encode(self, source: ExpertSource, layout: LayerLayout) -> EncodedRows | None:
+        try:
+            return self._encode(source, layout)
+        except torch.OutOfMemoryError:  # others may be using this GPU
+            return None
+
+    def _encode(self, source: ExpertSource, layout: LayerLayout) -> EncodedRows | None:
         if layout.base.hidden > BLOCK * _MAX_BLOCKS or layout.base.intermediate > (
             BLOCK * _MAX_BLOCKS
         ):
@@ -139,7 +97,7 @@ class CudaEncoder(RowEncoder):
         lane = self._lane()
         with self._room, torch.cuda.device(self._device), torch.cuda.stream(lane.stream):
             parts = (part for of in PROJECTIONS for part in source[of].parts.values())
-            lane.begin(sum(_aligned(part.nbytes) for part in parts))
+            lane.begin(sum(aligned(part.nbytes) for part in parts))
             stored = [self._decode(source[of].format, source[of].parts) for of in PROJECTIONS]
             largest = [(of.weight.view(torch.int32) & 0x7FFFFFFF).max() for of in stored]
             found = torch.stack([*largest, *(of.bad.int() for of in stored)])
@@ -176,11 +134,11 @@ class CudaEncoder(RowEncoder):
                 ],
             )
 
-    def _lane(self) -> _Lane:
+    def _lane(self) -> Lane:
         """This thread's."""
         if not hasattr(self._local, "lane"):
-            self._local.lane = _Lane(self._device)
-        lane: _Lane = self._local.lane
+            self._local.lane = Lane(self._device)
+        lane: Lane = self._local.lane
         return lane
 
     def _decode(self, format: str, parts: Parts) -> _Stored:
