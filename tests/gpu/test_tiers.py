@@ -22,6 +22,7 @@ from moet.residency.tiers import Entry, Place, Tier, TieredResidency, TierOption
 from tests.gpu.tiers import GpuSteps
 from tests.residency.cuda.history import run_block
 from tests.residency.cuda.source import BASE, FIRST_LAYER, FP4, ROW_BYTES, RandomRows
+from tests.residency.cuda.stalls import run_stall
 
 pytestmark = [
     pytest.mark.gpu,
@@ -55,6 +56,10 @@ def ids(*experts: int) -> torch.Tensor:
 @pytest.mark.parametrize("block", range(10))
 def test_two_hundred_histories(block: int) -> None:
     run_block(range(20 * block, 20 * (block + 1)), GpuSteps)
+
+
+def test_a_step_is_not_kept_waiting_for_ever() -> None:
+    run_stall(GpuSteps)
 
 
 def test_snapshot_says_where_rows_are(device: CudaTierDevice) -> None:

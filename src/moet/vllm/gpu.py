@@ -17,6 +17,7 @@ from moet.kernels import SwiGLU
 from moet.kernels.cuda.experts import CudaExperts
 from moet.pack import RowSource
 from moet.residency.cuda import CudaTierDevice
+from moet.residency.cuda.device import PATIENCE_SECONDS
 from moet.residency.hot_set import HotSetOptions
 from moet.residency.tiers import Tier, TieredResidency, TierSizes
 from moet.residency.tiers.hot import TierHotSet
@@ -123,6 +124,8 @@ class GPURuntime(RankExperts):
         """repeats, part: as of `CudaTierDevice.ensure`; later parts are added."""
         index = call.index
         rows = self.device.ensure(index, call.ids, code=table.code, repeats=repeats, part=part)
+        if not torch.cuda.is_current_stream_capturing() and not self.tiers.all_in_memory:
+            self.device.wait_for_rows()
         self.operator.forward(
             call.x, call.ids, call.weights, rows.address, rows.precision, table.factors[index],
             call.activation, call.out, accumulate=bool(part),
@@ -215,4 +218,11 @@ class _FailureMark(StepMark):
             return None
         runtime._failed = count
         reason = runtime.tiers.failure(runtime.device.failed_step())
-        return "a step has failed on another rank." if reason is None else str(reason)
+        if reason is not None:
+            return str(reason)
+        if get_tp_group().world_size > 1:
+            return "a step has failed on another rank."
+        return (
+            f"expert rows did not come: this process stood still for {PATIENCE_SECONDS:.0f} s "
+            "while a step waited for them."
+        )

@@ -16,6 +16,7 @@ from moet.residency.cuda import device, memory
 from moet.residency.cuda.copies import DeviceCopy
 
 from .history import run_block
+from .stalls import run_stall
 from .stand_in import StandInDriver, StandInKernels, StandInSteps
 
 
@@ -32,6 +33,10 @@ def _stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("block", range(4))
 def test_histories(block: int) -> None:
     run_block(range(10 * block, 10 * (block + 1)), StandInSteps)
+
+
+def test_a_step_is_not_kept_waiting_for_ever() -> None:
+    run_stall(StandInSteps)
 
 
 class Hasty(StandInKernels):

@@ -187,6 +187,9 @@ class SimDevice(TierDevice):
     def counts(self) -> Counts:
         return Counts(self._decoded, self._local, self._use, self._rows)
 
+    def live(self) -> None:
+        pass
+
     def wait(self, seconds: float, seen: int) -> None:
         self.tick()
 

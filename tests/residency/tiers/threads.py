@@ -97,6 +97,9 @@ class ThreadDevice(TierDevice):
     def counts(self) -> Counts:
         return Counts(self._decoded, self._local, self._use, self._rows)
 
+    def live(self) -> None:
+        pass
+
     def wait(self, seconds: float, seen: int) -> None:
         with self._posted:
             self._posted.wait_for(lambda: self._number > seen, seconds)

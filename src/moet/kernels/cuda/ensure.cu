@@ -6,7 +6,10 @@
 // begins, since a load over PCIe in each layer would take longer. It may use the copy as it could use
 // an entry that it had read then, until it asks for rows: an answer may have taken the place of any
 // row that the asking layer does not use, and from then on the step looks at the table itself.
-// Rows that are on disk only are posted, and the block waits until the host has answered.
+// Rows that are on disk only are posted, and the block waits until the host has answered. It gives up
+// when the host shows no life for long: the thread that launches kernels can be stopped by the driver
+// until this kernel ends, and may hold the interpreter meanwhile. The host may serve that request later,
+// and take the place of any row for it; so until it has answered no step reads a row, and all fail.
 //
 // Compile-time: see tiers.cuh.
 #include "tiers.cuh"
@@ -40,14 +43,24 @@ __device__ void copy_table(State* state, const u64* table) {
 }
 
 // Posts the bitmaps that have been written, and waits. By one thread.
-__device__ void ask(State* state, Mailbox* mail, const u64* answer, int layer) {
+__device__ void ask(State* state, Mailbox* mail, const u64* answer, int layer, int patience) {
   const u64 number = state->requests + 1;
   state->requests = number;
   state->stale = 1;
   mail->layer = layer;
   __threadfence_system();
   store_release_system(&mail->request, number);
-  while (load_acquire_system(answer) != number) __nanosleep(100);
+  u64 life = load_system(answer + 1), seen = nanoseconds();
+  while (load_acquire_system(answer) != number) {
+    __nanosleep(100);
+    if (nanoseconds() - seen < u64(patience) * 1000000) continue;
+    const u64 now = load_system(answer + 1);
+    if (now == life) {
+      state->unanswered = 1;
+      return;
+    }
+    life = now, seen = nanoseconds();
+  }
 }
 
 __device__ void fail(State* state, Mailbox* mail) {
@@ -60,11 +73,13 @@ __device__ void fail(State* state, Mailbox* mail) {
 // begin: 2: of a step of the model; 1: of another pass (a draft's, or one that repeats tokens of a
 // step), 0: none. decode: whether it counts as one of decode's. table: u64 [planes, layers, experts];
 // an entry is an address, + kHostEntry, or 0. code: [layers, experts], the precision wanted.
-// answer: number of the newest request answered. dummy: zeros, as many as the largest row has.
+// answer: number of the newest request answered, and a number that changes while the host lives.
+// patience: ms without a change of that, after which a request is given up. dummy: zeros, as many as
+// the largest row has.
 // slot: of each expert's staged copy in `stage`, −1: none (see stage.cu); read only if `staged`.
 extern "C" __global__ void __launch_bounds__(kThreads)
 ensure(const int* ids, int count, int layer, int begin, int decode, const u64* table,
-       const u8* code, State* state, Mailbox* mail, const u64* answer, const u8* dummy,
+       const u8* code, State* state, Mailbox* mail, const u64* answer, int patience, const u8* dummy,
        u64* address, u8* precision, int staged, const int* slot, const u8* stage, int stage_bytes) {
   __shared__ u8 used[kEach * kThreads];
   const int lane = threadIdx.x % 32;
@@ -75,6 +90,11 @@ ensure(const int* ids, int count, int layer, int begin, int decode, const u64* t
     __syncthreads();
   }
   const bool stale = state->stale;
+  bool silent = state->unanswered;  // the same for all threads
+  if (silent) {
+    silent = __syncthreads_or(load_acquire_system(answer) != state->requests);
+    if (threadIdx.x == 0) state->unanswered = silent;
+  }
   u64 entry[kEach];
   u8 kind[kEach];
   int copy[kEach];
@@ -88,6 +108,7 @@ ensure(const int* ids, int count, int layer, int begin, int decode, const u64* t
     entry[i] = find(&state->entries[0][0][0], layer, expert, kind[i]);
     if (stale) entry[i] = find(table, layer, expert, kind[i]);
     if (staged) copy[i] = slot[expert];
+    if (silent) entry[i] = 0, copy[i] = -1;
   }
   __syncthreads();
 #pragma unroll 8
@@ -132,7 +153,7 @@ ensure(const int* ids, int count, int layer, int begin, int decode, const u64* t
       return __syncthreads_or(lost);
     };
     // A step that has failed waits for nothing more.
-    if (look_again() && !state->failed) {
+    if (!silent && look_again() && !state->failed) {
 #pragma unroll
       for (int i = 0; i < kEach; i++) {
         const int word = (i * kThreads + threadIdx.x) / 32;
@@ -147,9 +168,9 @@ ensure(const int* ids, int count, int layer, int begin, int decode, const u64* t
       }
       __threadfence_system();
       __syncthreads();
-      if (threadIdx.x == 0) ask(state, mail, answer, layer);
+      if (threadIdx.x == 0) ask(state, mail, answer, layer, patience);
       __syncthreads();
-      look_again();
+      if (!state->unanswered) look_again();
     }
     if (__syncthreads_or(lost) && threadIdx.x == 0) fail(state, mail);
   }

@@ -29,7 +29,8 @@ struct Mailbox {
 // In GPU memory, of the steps' own.
 struct State {
   u64 begun, requests, failures, steps, steps_local;
-  u32 open, failed, decode, local, stale, unused;
+  u32 open, failed, decode, local, stale;
+  u32 unanswered;  // the newest request was given up, and the host may still serve it
   u64 rows[kPlanes][2][3];
   u64 use[kPlanes][LAYERS][EXPERTS];
   u64 entries[kPlanes][LAYERS][EXPERTS];  // the table as the step found it; not if `stale`
@@ -44,6 +45,12 @@ __device__ __forceinline__ u64 load_system(const u64* p) {
 __device__ __forceinline__ u64 load_acquire_system(const u64* p) {
   u64 v;
   asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ u64 nanoseconds() {
+  u64 v;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(v));
   return v;
 }
 

@@ -31,6 +31,8 @@ from moet.residency.tiers.device import (
     TierDevice,
 )
 
+PATIENCE_SECONDS = 30.0
+
 
 @dataclass(frozen=True)
 class LayerRows:
@@ -56,6 +58,7 @@ class CudaTierDevice(TierDevice):
         decode_tokens: passes of at most so many tokens count as decode steps.
         stage_row_bytes, stage_rows: room for so many rows, twice, through which a long prompt's
             layers are streamed; 0 rows: it reads them where they are.
+        patience: seconds that a step waits for rows while the owner shows no life; it fails then.
 
     Attributes:
         code: the same on the device. Steps that are launched after a change see it, graphs that
@@ -74,6 +77,7 @@ class CudaTierDevice(TierDevice):
         decode_tokens: int,
         stage_row_bytes: int = 0,
         stage_rows: int = 0,
+        patience: float = PATIENCE_SECONDS,
     ) -> None:
         if any(size % 16 for size in precisions.values()):
             raise ConfigError("rows on a GPU need sizes that are multiples of 16 bytes.")
@@ -81,6 +85,7 @@ class CudaTierDevice(TierDevice):
         if unknown := set(np.unique(code).tolist()) - known:
             raise ConfigError(f"experts are computed at precisions {unknown} without rows.")
         self._decode_ids = decode_tokens * top_k
+        self._patience = round(patience * 1e3)
         self._row_bytes = dict(precisions)
         self._driver = driver = Driver(device)
         planes = sorted(precisions, key=PRECISION_CODES.__getitem__)
@@ -152,13 +157,24 @@ class CudaTierDevice(TierDevice):
         if self._staging is not None:
             staged = self._staging.joined(layer, code)
         self._kernels.ensure(
-            topk_ids, layer, begin, ids <= self._decode_ids, code, rows.address, rows.precision,
-            staged,
+            topk_ids, layer, begin, ids <= self._decode_ids, self._patience, code, rows.address,
+            rows.precision, staged,
         )  # fmt: skip
         # What is copied ahead must not run into the wait of another look at the same layer.
         if self._staging is not None and self._from_first and part is None:
             self._staging.start(layer, code, ids)
         return rows
+
+    def wait_for_rows(self) -> None:
+        """Waits until the device has passed the last `ensure`, without holding the interpreter.
+
+        A thread that launches on meanwhile would be stopped by the driver when a thousand kernels
+        are queued, or when one is loaded at its first use, and hold the interpreter, which whoever
+        is to bring the rows needs.
+        """
+        passed = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        passed.record()
+        passed.synchronize()
 
     def finish(self) -> None:
         """After the last kernel of a pass that reads rows: the step is done."""
@@ -235,6 +251,9 @@ class CudaTierDevice(TierDevice):
         """See the base class. The step finds out by itself: it looks at the entries again, and
         fails if one is still 0."""
         self._mailbox.reply(number)
+
+    def live(self) -> None:
+        self._mailbox.live()
 
     def counts(self) -> Counts:
         return self._mailbox.counts()

@@ -99,6 +99,7 @@ class TierKernels:
         layer: int,
         begin: int,
         decode: bool,
+        patience: int,
         code: Tensor,
         address: Tensor,
         precision: Tensor,
@@ -106,15 +107,16 @@ class TierKernels:
     ) -> None:
         """On the current stream.
 
-        ids: int32, any shape. begin: as in ensure.cu. code: uint8 [layers, experts]. address:
-        int64 [experts]; precision: uint8 [experts]; written. staged: copies of the layer's rows, at
-        the precisions of `code`, to be used instead.
+        patience: ms without a sign of the host's life after which a request is given up.
+        ids: int32, any shape. begin: as in ensure.cu. code: uint8 [layers, experts].
+        address: int64 [experts]; precision: uint8 [experts]; written. staged: copies of the layer's
+        rows, at the precisions of `code`, to be used instead.
         """
         copies = staged or self._nothing
         self._ensure.launch(
             (1, 1), _THREADS, torch.cuda.current_stream(self._device).cuda_stream,
             [ids, ids.numel(), layer, begin, int(decode), self._table, code,
-             self._state, self._mailbox, self._answer, self.dummy, address, precision,
+             self._state, self._mailbox, self._answer, patience, self.dummy, address, precision,
              int(staged is not None), copies.slot, copies.rows, copies.rows.shape[1]],
         )  # fmt: skip
 

@@ -53,7 +53,7 @@ class Mailbox:
         memory: NDArray[np.uint8],
     ) -> None:
         self._shape, self._planes = shape, planes
-        self._answered = 0
+        self._answered = self._life = 0
         self._request: Request | None = None
         memory[:] = 0
         self._bind(memory)
@@ -74,7 +74,7 @@ class Mailbox:
         planes = len(self._planes)
         table_bytes = planes * layers * experts * 8
         self.table = memory[:table_bytes].view(_U8)
-        self.answer = memory[-128:].view(_U8)[:1]
+        self.answer = memory[-128:].view(_U8)[:2]  # and a sign of life
         kind = mailbox_type(planes, layers, experts)
         self.landed = memory[-256:].view(_U8)[:2]  # copies that have ended, by direction
         start = memory.size - 2 * 128 - kind.itemsize
@@ -123,6 +123,11 @@ class Mailbox:
         """Lets the step go on; it reads the entries that were missing again."""
         self._answered = number
         store(self.answer, np.zeros(1, np.int64), np.array([number], np.uint64))
+
+    def live(self) -> None:
+        """A sign of life, for a step that waits."""
+        self._life += 1
+        store(self.answer, np.ones(1, np.int64), np.array([self._life], np.uint64))
 
     def wait(self, seconds: float, seen: int) -> None:
         """As of `TierDevice`."""

@@ -135,6 +135,11 @@ class TierDevice(ABC):
         """Lets the step go on. Not ok: it fails, without reading rows whose entry is still 0."""
 
     @abstractmethod
+    def live(self) -> None:
+        """A sign that requests are being seen to. The device may give up a request that waits where
+        there has been none for long; it is still to be answered, and fails its step."""
+
+    @abstractmethod
     def counts(self) -> Counts:
         """The counts so far; never waits for the device."""
 

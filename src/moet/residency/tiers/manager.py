@@ -182,6 +182,11 @@ class TieredResidency(Closing):
     def end_quiet(self) -> Future[None]:
         return self._submit(self._owner.end_quiet)
 
+    @property
+    def all_in_memory(self) -> bool:
+        """Whether steps that begin now find all rows, unless one is dropped meanwhile."""
+        return all(kind.rows.all_in_memory for kind in self._kinds.values())
+
     def failure(self, step: int) -> Exception | None:
         """Why a step failed (of the last 256 that did); None if it did not."""
         return self._owner.failure(step)

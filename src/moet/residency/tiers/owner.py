@@ -115,6 +115,7 @@ class Owner:
         An error that is nobody's (a failed copy, a bug) ends all changes: from then on requests
         fail with it, and rows stay where they are.
         """
+        self._device.live()
         try:
             busy = self._run_commands()
             return (self._refuse() if self._broken else self._round()) or busy

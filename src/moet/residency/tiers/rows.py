@@ -106,7 +106,7 @@ class RowTiers:
 
     @property
     def all_in_memory(self) -> bool:
-        """Whether there is nothing that a request could ask for."""
+        """Whether there is nothing that a request could ask for. Any thread."""
         return bool(((self.state >= _RESIDENT) | ~self._owned).all())
 
     def begin_read(self, row: int, urgent: bool = False) -> bool:

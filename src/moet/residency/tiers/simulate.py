@@ -197,6 +197,9 @@ class _Device(TierDevice):
             raise ResidencyError("a simulated step has failed; this is a bug in moet.")
         self._request = None
 
+    def live(self) -> None:
+        """Nothing: requests are served by the thread that makes them."""
+
     def counts(self) -> Counts:
         return Counts(self._steps, self._local, {_KIND: self._use}, self._rows)
 
