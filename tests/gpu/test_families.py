@@ -76,7 +76,8 @@ SERVED = {
         "bf16", {"top_k": 1, "layers": 2}, TRITON | {"limit_mm_per_prompt": {"image": 0}}
     ),
     "llama4_text": Case("bf16", {"top_k": 1, "layers": 2}, TRITON),
-    "minimax_m2": Case("fp8_block", {"dense_fp8": True}, TRITON),
+    "minimax_m2": Case("fp8_block", options=TRITON),
+    "qwen3_moe": Case("fp8_block", options=TRITON),
     "qwen3_next": Case(
         "bf16",
         {"layers": 2, "mtp": False},
