@@ -78,6 +78,8 @@ CASES = [
 class Engine:
     """vLLM with a synthetic model."""
 
+    extension = "benchmarks.synthetic.SyntheticExtension"
+
     def __init__(self, model: Path, options: dict[str, Any]) -> None:
         began = time.perf_counter()
         self.llm = LLM(
@@ -85,7 +87,7 @@ class Engine:
             load_format="dummy",
             skip_tokenizer_init=True,
             enable_prefix_caching=False,
-            worker_extension_cls="benchmarks.synthetic.SyntheticExtension",
+            worker_extension_cls=self.extension,
             seed=SEED,
             **options,
         )
@@ -134,6 +136,8 @@ class Engine:
 
 class Stock(Engine):
     """vLLM's own experts."""
+
+    extension = "benchmarks.stock.StockExtension"
 
     def decode(self, streams: int) -> Row:
         step = self.decode_seconds(streams, IN_MEMORY[streams], lambda: None)

@@ -123,7 +123,7 @@ class Planner:
         free = rows.arena.spare + rows.coming(Tier.ARENA)
         if free > self.limits.moves or (free and not rows.passing and not self._demote):
             return False
-        if free > 1 and rows.all_in_memory:  # no request can come; moves have what they need
+        if rows.all_in_memory and rows.room > 1:  # no request can come; two places change rows
             return False
         row = rows.coldest(Tier.ARENA, self.priority)
         if row is None:

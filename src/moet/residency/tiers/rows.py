@@ -100,6 +100,11 @@ class RowTiers:
         old = self._table.giving_up + self.gpu.retired + self.arena.retired
         return len(self.moving) + old
 
+    @property
+    def room(self) -> int:
+        """Places, leaving ones apart, beyond one for each row."""
+        return self.gpu.limit + self.arena.limit - int(self._owned.sum())
+
     def coming(self, tier: Tier) -> int:
         """Places of a tier that will be free when the step that runs is done, at most."""
         return self._table.giving_up + self.places(tier).retired
