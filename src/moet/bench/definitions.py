@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moet.bench.gate_tables import GATE_TABLES
 from moet.bench.kernel_tables import KERNEL_TABLES
+from moet.bench.packing_tables import PACKING_TABLES
 from moet.bench.plan_tables import PLAN_TABLES
 from moet.bench.results import Row
 from moet.bench.routing_tables import ROUTING_TABLES
@@ -33,6 +34,7 @@ TABLES: Tables = {
     **KERNEL_TABLES,
     **ROUTING_TABLES,
     **GATE_TABLES,
+    **PACKING_TABLES,
     "settings": settings,
     "kernels-cpu": Table(
         "kernels-cpu.json",
@@ -63,15 +65,4 @@ TABLES: Tables = {
         )
         for model in ("tiny-moe", "nano-moe")
     },
-    "packing": Table(
-        "packing-cpu.json",
-        (
-            Column("experts in the checkpoint, GB", number("checkpoint_gb", 2)),
-            Column("format", text("format")),
-            Column("seconds", number("seconds")),
-            Column("checkpoint GB/s", number("gb_per_s", 3)),
-            Column("million weights/s", number("weights_per_s", 0, 1e-6)),
-            Column("peak memory, MB", number("peak_rss_mb")),
-        ),
-    ),
 }
