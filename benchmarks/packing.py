@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -152,9 +153,10 @@ def repeat_layers(source: Path, target: Path, size: float) -> None:
 
 def pack(model: str, out: str, workers: str, device: str) -> None:
     """In the process that is measured: packs, and prints the row as JSON."""
-    encoder = row_encoder(Device(device))
-    start = peak_rss()
-    with Checkpoint.open(model) as checkpoint:
+    with ExitStack() as stack:
+        encoder = stack.enter_context(row_encoder(Device(device)))
+        start = peak_rss()
+        checkpoint = stack.enter_context(Checkpoint.open(model))
         report = write_pack(
             checkpoint,
             out,

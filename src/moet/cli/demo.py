@@ -16,6 +16,7 @@ from rich.table import Table
 
 import moet
 from moet.checkpoints import Checkpoint
+from moet.cli.device import Device
 from moet.cli.pack import make_pack
 from moet.cli.server import Server
 from moet.cli.ui import emit_json, err, out
@@ -68,7 +69,7 @@ def demo(
             keep.mkdir(parents=True, exist_ok=True)
         place = keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moet-")))
         _step("Packing the routed experts at 2 bits")
-        report = make_pack(checkpoint, place / "pack", force=True)
+        report = make_pack(checkpoint, place / "pack", force=True, device=Device.CPU)
         _step(f"Serving with room for {pool} of the experts (vLLM, OpenAI-compatible API)")
         arguments = [str(path), "--pack", str(report.path), "--base-pool", pool]
         arguments += ["--served-model-name", "demo", "--max-model-len", "1024", "--enforce-eager"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 
 import torch
@@ -28,21 +30,27 @@ class Device(StrEnum):
         return torch.device("cuda", torch.cuda.current_device())
 
 
-def row_encoder(device: Device) -> RowEncoder | None:
-    """What makes rows of level 0 on the GPU; None for the CPU.
+@contextmanager
+def row_encoder(device: Device) -> Iterator[RowEncoder | None]:
+    """What makes rows of level 0 on the GPU, whose memory it gives back; None for the CPU.
 
     Raises a MoetError for a GPU that is asked for and cannot; `auto` then takes the CPU and says
     so.
     """
     resolved = device.resolve()
     if resolved.type == "cpu":
-        return None
+        yield None
+        return
     from moet.pack.cuda import CudaEncoder  # needs CUDA's packages
 
+    encoder = None
     try:
-        return CudaEncoder(resolved)
+        encoder = CudaEncoder(resolved)
     except (MoetError, RuntimeError) as error:  # the latter: no memory left, a broken driver
         if device is Device.CUDA:
             raise
         err.print(f"packing on the CPU: {escape(str(error))}")
-        return None
+    try:
+        yield encoder
+    finally:
+        torch.cuda.empty_cache()

@@ -146,8 +146,8 @@ def make_pack(
 ) -> PackReport:
     """Writes a pack under a progress bar, at level 0 unless a quantizer is given."""
     quantizer = quantizer or DataFreeQuantizer()
-    encoder = row_encoder(device) if quantizer.level == 0 else None
-    with Bar("packing") as bar:
+    where = device if quantizer.level == 0 else Device.CPU  # the others compute in the quantizer
+    with row_encoder(where) as encoder, Bar("packing") as bar:
         return write_pack(
             checkpoint,
             path,
