@@ -48,6 +48,18 @@ TABLES: Tables = {
             Column("× dequantize + matmul", number("vs_dequantize", 1)),
         ),
     ),
+    "quantizing-cuda": Table(
+        "quantizing-cuda.json",
+        (
+            Column("model", text("model")),
+            Column("level", number("level")),
+            Column("tokens", number("tokens")),
+            Column("seconds a layer", number("layer_seconds", 2)),
+            Column("seconds an expert", number("expert_seconds", 2)),
+            Column("hours in all", number("model_hours", 1)),
+            Column("GPU memory, GiB", number("peak_gib", 2)),
+        ),
+    ),
     **{
         f"fidelity-{model}": Table(
             f"fidelity-{model}.json",

@@ -68,6 +68,8 @@ def _shown(row: Row) -> bool:
     return bool(kept.get(row["case"], row["case"] != "counts"))
 
 
+_LAYERS = 43  # of DeepSeek-V4-Flash
+
 TIER_TABLES: Tables = {
     "ensure-h200": Table(
         "ensure-h200.json", (Column("what", _what), Column("figure", _figure)), _shown
@@ -83,6 +85,34 @@ TIER_TABLES: Tables = {
             Column("rows found in GPU memory", number("hit_rate", 1, 100, " %")),
             Column("others a step", number("remote_rows_per_step", 1)),
         ),
-        lambda row: str(row["op"]) == "decode",
+        lambda row: row["op"] == "decode" and row["layers"] == _LAYERS,
+    ),
+    "residency-prefill-h200": Table(
+        "residency-h200.json",
+        (
+            Column("case", text("case")),
+            Column("prompt tokens/s", number("tok_s")),
+            Column("ms", number("ms")),
+        ),
+        lambda row: row["op"] == "prefill" and row["layers"] == _LAYERS,
+    ),
+    "residency-memory-h200": Table(
+        "residency-h200.json",
+        (
+            Column("case", text("case")),
+            Column("arena, GiB", number("arena_gib", 1)),
+            Column("most of the worker so far, GiB", number("host_peak_gib", 1)),
+        ),
+        lambda row: row["op"] == "memory",
+    ),
+    "residency-stock-h200": Table(
+        "residency-h200.json",
+        (
+            Column("case", text("case")),
+            Column("", text("op")),
+            Column("streams", number("streams")),
+            Column("tokens/s", number("tok_s")),
+        ),
+        lambda row: row["layers"] != _LAYERS,
     ),
 }
