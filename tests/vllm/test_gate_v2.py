@@ -176,6 +176,7 @@ def test_off_and_always():
     assert hidden[:, 0].tolist() == [102, 9, 22, 24, 26]
     assert len(made.model.calls) == 2  # the first pass is at FP4
     assert (made.moet_gate.tokens, made.moet_gate.fired) == (2, 2)
+    assert made.moet_gate.gated_steps == 0
     made.moet_gate.set(0.0, 1.0)
     _, hidden = step(made, batch(*MIXED))
     assert hidden[:, 0].tolist() == [101, 8, 21, 23, 25]

@@ -54,4 +54,18 @@ GATE_TABLES: Tables = {
         ),
         keep=lambda row: "task" in row,
     ),
+    "gate-nano-moe-h200": Table(
+        "gate-nano-moe-h200.json",
+        (
+            Column("nano-moe, level 0, H200", _setting),
+            Column("KL to FP4, nats", number("kl", 3)),
+            Column("± s.e.", number("kl_se", 3)),
+            Column("same top-1", number("top1", 1, 100, " %")),
+            Column("decided again", number("fired", 0, 100, " %")),
+            Column("while decoding", number("fired_decoding", 0, 100, " %")),
+            Column("tok/s, 1 stream", number("tok_s_1", 0)),
+            Column("16 streams", number("tok_s_16", 0)),
+            Column("a second pass, ms", number("second_pass_ms", 1)),
+        ),
+    ),
 }

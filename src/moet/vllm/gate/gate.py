@@ -65,12 +65,14 @@ class Gate:
         positions: NDArray[np.int64],
         first: NDArray[np.int64],
         confidence: NDArray[np.float32],
+        again: bool = True,
     ) -> NDArray[np.bool_]:
         """Which of a step's tokens fire, one token a request: bool [n].
 
         Args:
             requests: their ids. positions: of the tokens, [n]. first: of the last token of each
-                prompt, [n]. confidence: probability of the most likely successor, [n].
+                prompt, [n]. confidence: probability of the most likely successor, [n]. again:
+                whether a second pass follows for those that fire.
         """
         fires = np.zeros(len(requests), np.bool_)
         doubtful = confidence < self.tau if self.tau < 1 else ~fires
@@ -83,7 +85,7 @@ class Gate:
                 fires[index] = True
         self.steps += 1
         self.tokens += len(requests)
-        self.gated_steps += bool(fires.any())
+        self.gated_steps += bool(again and fires.any())
         self.fired += int(np.count_nonzero(fires))
         return fires
 

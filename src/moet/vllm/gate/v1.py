@@ -128,6 +128,7 @@ class GateV1:
             self.optimistic_seq_lens_cpu.numpy()[asked].astype(np.int64) - 1,
             batch.num_prompt_tokens[asked].astype(np.int64) - 1,
             confidence(logits)[asked],
+            again=not self._moet_all_at_fp4,
         )
         return np.asarray(asked[fires], np.int64)
 

@@ -198,6 +198,7 @@ class GateV2:
             np.zeros(asked.size, np.float32)
             if self._moet_all_at_fp4
             else confidence(logits)[asked],
+            again=not self._moet_all_at_fp4,
         )
         return np.asarray(asked[fires], np.int64)
 
