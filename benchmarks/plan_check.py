@@ -2,8 +2,9 @@
 
     python -m benchmarks.plan_check
 
-For the rows of bench/results/residency-h200.json with everything in GPU memory, what `moet plan`
-says of the same model on an H200. Writes bench/results/plan-check.json.
+For the rows of bench/results/residency-h200.json with everything in memory, what `moet plan` says
+of the same model, pool and routing on an H200. (Where rows are on disk, the disk alone sets the
+pace.) Writes bench/results/plan-check.json.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.synthetic import EXPERTS, HOT_EXPERTS, HOT_SHARE, LAYERS
 from moet.bench.results import Row, read_result, write_result
 from moet.plan.inventory import take_inventory
 from moet.plan.machine import GIB, Machine, host_bandwidth, parse_disk, parse_gpus
@@ -21,6 +23,9 @@ from tests.plan.headline import synthetic
 
 RESULTS = Path("bench/results")
 CONTEXT = 1024  # tokens; the runs' are shorter, and their KV cache hardly counts
+CHUNK = 8192
+ROUTING = f"{100 * HOT_EXPERTS / EXPERTS}:{100 * HOT_SHARE}"
+POOLS = {"all-hbm": "auto", "hbm50": "50%", "hbm19": "19%"}
 
 
 def compare(directory: Path) -> list[Row]:
@@ -31,17 +36,22 @@ def compare(directory: Path) -> list[Row]:
     machine = Machine(product, count, 128 * GIB, host_bandwidth(16), 16, parse_disk("1TB"))
     rows: list[Row] = []
     for measured in read_result(RESULTS / "residency-h200.json")["rows"]:
-        if (measured["op"], measured["case"]) != ("decode", "all-hbm"):
+        op, pool = measured["op"], POOLS.get(measured["case"])
+        if op not in ("decode", "prefill") or pool is None or measured["layers"] != LAYERS:
             continue
         workload = replace(
-            default_workload(inventory, machine), streams=measured["streams"], context=CONTEXT
-        )
-        decode = make_plan(files, inventory, machine, workload).decode
-        assert decode is not None
-        rate = decode.rate
+            default_workload(inventory, machine),
+            streams=measured["streams"], base_pool=pool, chunk=CHUNK, routing=ROUTING,
+            context=CONTEXT if op == "decode" else CHUNK,
+        )  # fmt: skip
+        plan = make_plan(files, inventory, machine, workload)
+        prediction = plan.decode if op == "decode" else plan.prefill
+        assert prediction is not None
+        rate = prediction.rate
         rows.append(
             {
                 "case": measured["case"],
+                "op": op,
                 "streams": measured["streams"],
                 "measured": measured["tok_s"],
                 "predicted": round(rate.typical, 1),

@@ -235,6 +235,24 @@ def test_a_pool_can_be_smaller_than_what_fits() -> None:
         Workload(base_pool="lots")
 
 
+@pytest.mark.parametrize("text", ["19", "19:96:1", "a:b", "19:96,18:97", "50:40", "19:96,120:99"])
+def test_routing_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="ascending"):
+        Workload(routing=text)
+
+
+def test_a_hotter_routing_is_faster_where_rows_are_in_host_memory() -> None:
+    of = inventory()
+    where = machine("24GiB:1000GB/s")
+    rates = []
+    for routing in ("19:40", "19:80", "19:96,50:99"):
+        decode = plan(of, where, base_pool="20%", routing=routing).decode
+        assert decode is not None
+        rates.append(decode.rate.typical)
+    assert rates == sorted(rates)
+    assert rates[0] < rates[-1]
+
+
 def test_advice_is_worth_taking() -> None:
     of = inventory(experts=256, layers=12)
     made = plan(of, machine("6GiB:1000GB/s", 10 * GIB), chunk=2048)

@@ -11,6 +11,7 @@ from moet.plan.routing import (
     EVEN,
     distinct_experts,
     hit_rate,
+    measured_popularity,
     missing_experts,
     popularity,
     row_chances,
@@ -24,6 +25,19 @@ WANTED = st.builds(
 def test_hit_rate_has_the_published_points() -> None:
     assert hit_rate(popularity(256, 6, 0.059), 0.19) == pytest.approx(0.96, abs=5e-3)
     assert hit_rate(popularity(256, 8, 0.22), 0.51) == pytest.approx(0.91, abs=5e-3)
+
+
+@settings(max_examples=60)
+@given(st.integers(16, 512), st.integers(1, 8), st.floats(0.02, 0.9), st.floats(0, 1))
+def test_measured_routing_is_kept(experts: int, top_k: int, share: float, more: float) -> None:
+    """A point on the curve, above the diagonal."""
+    routings = share + more * (1 - share)
+    wanted = measured_popularity(experts, top_k, [(share, routings)])
+    assert wanted.max() <= 1
+    assert (np.diff(wanted) <= 1e-12).all()
+    if top_k * routings / (share * experts) <= 1:  # else not every token can want one of these
+        assert wanted.sum() == pytest.approx(top_k)
+        assert hit_rate(wanted, share) == pytest.approx(routings, abs=1 / (share * experts))
 
 
 @settings(max_examples=60)

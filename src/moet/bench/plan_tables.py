@@ -59,6 +59,7 @@ PLAN_TABLES: Tables = {
         "plan-check.json",
         (
             Column("case", text("case")),
+            Column("", text("op")),
             Column("streams", number("streams")),
             Column("measured, tokens/s", number("measured")),
             Column("predicted", number("predicted")),

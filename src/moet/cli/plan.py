@@ -65,6 +65,13 @@ def plan(
     base_pool: Annotated[
         str, typer.Option(help="Room for 2-bit rows: auto, a share (25%), bytes (12GiB), or slots.")
     ] = "auto",
+    routing: Annotated[
+        str,
+        typer.Option(
+            metavar="E:R,…",
+            help='What is known of the routing: "19:96" when 19 % of the experts get 96 % of it.',
+        ),
+    ] = "",
     revision: Annotated[
         str | None, typer.Option(help="Branch, tag or commit on the hub. Default: main.")
     ] = None,
@@ -92,7 +99,7 @@ def plan(
     files = open_model(model, revision=revision)
     inventory = take_inventory(files)
     workload = _workload(inventory, machine, context, streams, kv_cache_dtype, drafts)
-    workload = replace(workload, base_pool=base_pool)
+    workload = replace(workload, base_pool=base_pool, routing=routing)
     made = make_plan(files, inventory, machine, workload)
     advice = advise(made)
     ready = recipe_of(made, str(Path(model).resolve()) if files.local else model)

@@ -88,6 +88,7 @@ class Plan:
                 "chunk": self.workload.chunk,
                 "utilization": self.workload.utilization,
                 "base_pool": self.workload.base_pool,
+                "routing": self.workload.routing,
             },
             "bytes": {
                 "checkpoint": {

@@ -12,6 +12,8 @@ taken to hold each layer's most popular experts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -38,6 +40,21 @@ def popularity(experts: int, top_k: int, spread: float) -> Floats:
     else:
         wanted[top_k:] = 0
     return wanted
+
+
+def measured_popularity(experts: int, top_k: int, points: Sequence[tuple[float, float]]) -> Floats:
+    """As `popularity`, for routing of which some points of the curve are known: pairs of (share of
+    the experts, share of the routings that go to them), ascending; straight between them."""
+    shares, routings = zip((0.0, 0.0), *points, (1.0, 1.0), strict=True)
+    curve = np.interp(np.arange(experts + 1) / experts, shares, routings)
+    wanted = np.sort(np.diff(curve))[::-1] * top_k
+    while (over := wanted > 1).any():  # as in `popularity`, until nobody is wanted too much
+        rest = wanted[~over].sum()
+        if not rest:
+            break
+        wanted[~over] *= (top_k - over.sum()) / rest
+        wanted[over] = 1
+    return np.asarray(np.minimum(wanted, 1.0))
 
 
 def hit_rate(wanted: Floats, coverage: float) -> float:

@@ -22,11 +22,12 @@ from moet.plan.routing import (
     Floats,
     distinct_experts,
     hit_rate,
+    measured_popularity,
     missing_experts,
     popularity,
     row_chances,
 )
-from moet.plan.workload import DEPTH, Workload
+from moet.plan.workload import DEPTH, Workload, routing_points
 
 End = Literal["slow", "typical", "fast"]
 ENDS: tuple[End, ...] = ("slow", "typical", "fast")
@@ -124,6 +125,8 @@ def _layer_experts(case: Case, end: End) -> tuple[float, float, float]:
     rows = distinct_experts(wanted, tokens)
     model = _kernel(machine)
     kernel = model.us(rows, rows * row, _read_bandwidth(machine, end)) * 1e-6
+    if machine.gpu is not None:
+        kernel = max(kernel, model.launch_us * 1e-6 + _multiplying(case, rows, end))
     kernel *= _kernel_factor(machine, model, end)
     remote = 0.0
     if machine.gpu is not None:
@@ -140,6 +143,16 @@ def _layer_experts(case: Case, end: End) -> tuple[float, float, float]:
         (1 - float(row_chances(rows, absent)[0])) * _less(assumption("disk_request_us"), end) * 1e-6
     )
     return kernel, remote, disk
+
+
+def _multiplying(case: Case, rows: float, end: End) -> float:
+    """Seconds that the GPU's decode kernel takes for a layer's weights and for what each token does
+    with them, with memory out of the way: it counts where many tokens choose the same experts."""
+    geometry = case.inventory.geometry
+    millions = 3e-6 * geometry.hidden * geometry.intermediate / max(1, case.machine.count)
+    routings = case.workload.tokens * geometry.top_k
+    us = rows * millions / _more(assumption("expert_mweights_per_us"), end)
+    return (us + routings * millions / _more(assumption("routing_mweights_per_us"), end)) * 1e-6
 
 
 def _prefill_seconds(case: Case, end: End) -> dict[str, float]:
@@ -162,7 +175,8 @@ def _prefill_seconds(case: Case, end: End) -> dict[str, float]:
     }  # fmt: skip
     if machine.gpu is not None:
         remote = rows * (1 - placement.pool_coverage) * row
-        causes["PCIe: experts in host memory"] = remote / _more(machine.gpu.h2d, end)
+        link = _more(machine.gpu.h2d, end) * _more(assumption("in_place_share"), end)
+        causes["PCIe: experts in host memory"] = remote / link  # a kernel copies them
     slowest = max(causes, key=lambda cause: causes[cause])
     seconds = {slowest: causes[slowest]}
     seconds["launches and small kernels"] = geometry.num_layers * _layer_us(machine, end) * 1e-6
@@ -209,6 +223,8 @@ def _less(value: Range, end: End) -> float:
 
 def _wanted(case: Case, end: End) -> Floats:
     geometry = case.inventory.geometry
+    if points := routing_points(case.workload.routing):
+        return measured_popularity(geometry.num_experts, geometry.top_k, points)
     spread = _less(routing_spread(geometry.architecture), end)
     return popularity(geometry.num_experts, geometry.top_k, spread)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from moet.errors import ConfigError
 from moet.plan.kv import KV_DTYPES
@@ -20,7 +21,8 @@ class Workload:
     """context: tokens a request may have. streams: requests at once. kv_dtype: vLLM's
     --kv-cache-dtype. drafts: tokens drafted a step, 0 for no speculation. chunk: prompt tokens a
     step (vLLM's --max-num-batched-tokens). utilization: share of a GPU's memory that vLLM may use.
-    base_pool: moet's setting of that name; a pool is never larger than what fits.
+    base_pool: moet's setting of that name; a pool is never larger than what fits. routing: what is
+    known of it, as of `routing_points`; "": nothing.
     """
 
     context: int = DEFAULT_CONTEXT
@@ -30,6 +32,7 @@ class Workload:
     chunk: int = 8192
     utilization: float = UTILIZATION
     base_pool: str = "auto"
+    routing: str = ""
 
     def __post_init__(self) -> None:
         for name, value, least in (
@@ -39,6 +42,7 @@ class Workload:
             if value < least:
                 raise ConfigError(f"{name} is {value}.", f"It must be at least {least}.")
         self.pool_limit(1, 1)
+        routing_points(self.routing)
         if self.kv_dtype not in KV_DTYPES:
             raise ConfigError(
                 f"kv_dtype {self.kv_dtype!r} is not one that the planner can count.",
@@ -55,3 +59,25 @@ class Workload:
     def tokens(self) -> int:
         """Tokens that one decode step computes."""
         return self.streams * (1 + self.drafts)
+
+
+def routing_points(text: str) -> list[tuple[float, float]]:
+    """Points of the curve of `plan.routing`: 19:96,50:99 → [(0.19, 0.96), (0.5, 0.99)], where the
+    19 % most wanted experts of a layer get 96 % of its routings. Raises ConfigError."""
+    points = []
+    try:
+        for part in filter(None, text.split(",")):
+            experts, routings = (float(value) / 100 for value in part.split(":"))
+            points.append((experts, routings))
+    except ValueError:
+        points = [(1.0, 0.0)]
+    steps = [(0.0, 0.0), *points, (1.0, 1.0)]
+    rising = all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(steps))
+    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(steps)] if rising else [0.0, 1.0]
+    if slopes != sorted(slopes, reverse=True):
+        raise ConfigError(
+            f"routing {text!r} is no list of shares of the most wanted experts and of the routings "
+            "that they get.",
+            'Give percent, ascending: "19:96" or "19:96,50:99".',
+        )
+    return points
