@@ -21,10 +21,10 @@ from moet.pack.cuda import CudaEncoder
 
 DEVICE = r"""
 #pragma once
-#include <barrier>
 #include <cmath>
 #include <cstring>
-#include <thread>
+#include <functional>
+#include <ucontext.h>
 #include <vector>
 typedef unsigned char u8; typedef unsigned short u16; typedef unsigned u32;
 typedef unsigned long long u64;
@@ -34,7 +34,7 @@ typedef unsigned long long u64;
 #define __launch_bounds__(...)
 #define __shared__ static
 struct Index { unsigned x; };
-inline thread_local Index blockIdx, threadIdx, blockDim;
+inline Index blockIdx, threadIdx, blockDim;
 struct float4 { float x, y, z, w; };
 struct uint2 { u32 x, y; };
 struct uint4 { u32 x, y, z, w; };
@@ -52,10 +52,33 @@ inline double __dsub_rn(double a, double b) { return a - b; }
 inline double __ddiv_rn(double a, double b) { return a / b; }
 inline int __ffs(u32 v) { return __builtin_ffs(v); }
 inline bool __syncthreads_or(bool v) { return v; }  // a thread a block
-constexpr unsigned kThreads = 6 * 32;  // of `statistics`: four warps that add, two that work out
-inline std::barrier<> block(kThreads);
-inline void __syncthreads() { block.arrive_and_wait(); }
-inline void atomicAdd(u32* to, u32 v) { __atomic_fetch_add(to, v, __ATOMIC_RELAXED); }
+template <class T> void atomicAdd(T* to, T v) { *to += v; }
+// The threads of a block in turn, each from one barrier to the next.
+inline ucontext_t scheduler, *running;
+inline std::function<void()> body;
+inline void __syncthreads() { swapcontext(running, &scheduler); }
+inline void in_turn(unsigned threads) {
+  static char stacks[64][1 << 16];
+  ucontext_t contexts[64];
+  bool over[64] = {};
+  static bool* ended;
+  ended = over;
+  for (unsigned t = 0; t < threads; t++) {
+    getcontext(&contexts[t]);
+    contexts[t].uc_stack.ss_sp = stacks[t];
+    contexts[t].uc_stack.ss_size = sizeof stacks[t];
+    contexts[t].uc_link = &scheduler;
+    makecontext(&contexts[t], +[] { body(); ended[threadIdx.x] = true; }, 0);
+  }
+  for (bool all = false; !all;) {
+    all = true;
+    for (unsigned t = 0; t < threads; t++)
+      if (!over[t]) {
+        threadIdx = {t}, running = &contexts[t], all = false;
+        swapcontext(&scheduler, running);
+      }
+  }
+}
 template <class F> void each_thread(unsigned grid, unsigned threads, F f) {
   for (unsigned b = 0; b < grid; b++)
     for (unsigned t = 0; t < threads; t++) {
@@ -72,14 +95,12 @@ extern "C" void host_search(const float* weight, const double* values, u8* codes
 }
 extern "C" void host_statistics(const float* weight, const u8* codes, const u8* scales,
                                 const double* values, double* sums, u64* counts, u8* used,
-                                int blocks, float factor) {
-  std::vector<std::thread> threads;
-  for (unsigned i = 0; i < kThreads; i++)
-    threads.emplace_back([=] {
-      blockIdx = {0}, threadIdx = {i}, blockDim = {kThreads};
-      statistics(weight, codes, scales, values, sums, counts, used, blocks, factor);
-    });
-  for (auto& thread : threads) thread.join();
+                                int rows, int blocks, float factor) {
+  body = [&] {
+    statistics(weight, codes, scales, values, sums, counts, used, rows, blocks, factor);
+  };
+  blockDim = {64};  // two rows at once
+  for (unsigned b = 0; b < (rows + 1) / 2; b++) blockIdx = {b}, in_turn(64);
 }
 extern "C" void host_encode_mxfp4(const float* weight, u8* codes, u8* scales, int blocks) {
   each_thread(blocks, 1, [&] { encode_mxfp4(weight, codes, scales, blocks); });

@@ -75,10 +75,10 @@ def test_search_and_statistics(kernels, seed, rows, blocks):
     np.testing.assert_array_equal(scales, expected.scales)
     np.testing.assert_array_equal(codes, expected.codes)
 
-    out = np.full(8 * (4 * 32 + 6) + 256, 0xEE, np.uint8)
+    out = np.zeros(48 + 256 + 32 * rows, np.uint8)
     kernels.host_statistics(
-        pointer(weight), pointer(codes), pointer(scales), pointer(E4M3_VALUES), pointer(out),
-        pointer(out[1024:]), pointer(out[1072:]), rows * blocks, ctypes.c_float(factor),
+        pointer(weight), pointer(codes), pointer(scales), pointer(E4M3_VALUES), pointer(out[304:]),
+        pointer(out), pointer(out[48:]), rows, blocks, ctypes.c_float(factor),
     )  # fmt: skip
     assert measured_statistics(out, weight.size, factor) == matrix_statistics(weight, expected)
 

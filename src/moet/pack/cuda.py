@@ -30,6 +30,8 @@ from moet.quantize.statistics import MatrixStatistics
 _MAX_BLOCKS = 1024  # of a row of weights, which the kernel keeps in shared memory
 _INFINITY_BITS = 0x7F800000
 _THREADS = 256
+_ROWS_AT_ONCE = 8  # of the kernel `statistics`
+_USED_AT, _SUMS_AT = 48, 304  # in what it writes
 _FP8_BLOCK = 128
 _EXPERT_BYTES = 2**30  # more than an expert of 7168 × 2048 takes
 _INT4_OFFSET = 8
@@ -217,12 +219,13 @@ class CudaEncoder(RowEncoder):
         return _Coded(codes, scales)
 
     def _measure(self, weight: Tensor, coded: _Coded, factor: float) -> Tensor:
-        """uint8: four sums of 32 lanes in float64, six counts in int64, 256 marks of scales."""
-        out = torch.empty(8 * (4 * 32 + 6) + 256, dtype=torch.uint8, device=self._device)
+        """uint8: six counts in int64, 256 marks of scales, four sums a row in float64."""
+        rows, blocks = coded.scales.shape
+        out = torch.zeros(_SUMS_AT + 32 * rows, dtype=torch.uint8, device=self._device)
         self._launch(
-            self._statistics, 1, 384,
-            [weight, coded.codes, coded.scales, self._scale_values, out, out[1024:], out[1072:],
-             coded.scales.numel(), factor],
+            self._statistics, -(-rows // _ROWS_AT_ONCE), 32 * _ROWS_AT_ONCE,
+            [weight, coded.codes, coded.scales, self._scale_values, out[_SUMS_AT:], out,
+             out[_USED_AT:], rows, blocks, factor],
         )  # fmt: skip
         return out
 
@@ -270,11 +273,11 @@ def _bad(scale: Tensor) -> Tensor:
 
 def measured_statistics(raw: U8, count: int, factor: float) -> MatrixStatistics:
     """raw: what the kernel `statistics` wrote for a matrix of `count` weights."""
-    sums = raw[:1024].view(np.float64).reshape(4, 32)
-    counts = raw[1024:1072].view(np.int64).tolist()
-    used = (E4M3_VALUES * factor)[np.flatnonzero(raw[1072:])]
+    sums = raw[_SUMS_AT:].view(np.float64).reshape(-1, 4)
+    counts = raw[:_USED_AT].view(np.int64).tolist()
+    used = (E4M3_VALUES * factor)[np.flatnonzero(raw[_USED_AT:_SUMS_AT])]
     used = used[used > 0]
-    squares, magnitudes, squared_errors, errors = (math.fsum(lanes) for lanes in sums)
+    squares, magnitudes, squared_errors, errors = map(math.fsum, sums.T.tolist())
     return MatrixStatistics(
         count=count,
         zeros=counts[4],

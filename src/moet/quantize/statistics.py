@@ -112,11 +112,11 @@ def matrix_statistics(weight: NDArray[np.float32], base: TwoBitMatrix) -> Matrix
     require_blocks(weight)
     if base.codes.shape != weight.shape:
         raise ValueError(f"a base of {base.codes.shape} does not belong to {weight.shape} weights")
-    sums = np.zeros((4, BLOCK))
+    sums = np.empty((weight.shape[0], 4))
     counts = np.zeros(6, np.int64)
     scale_values = E4M3_VALUES * base.factor
     _sum(weight, base.codes, base.scales, scale_values, sums, counts)
-    squares, magnitudes, squared_errors, errors = (math.fsum(lanes) for lanes in sums)
+    squares, magnitudes, squared_errors, errors = map(math.fsum, sums.T.tolist())
     used = scale_values[np.unique(base.scales[base.scales != 0])]
     return MatrixStatistics(
         count=weight.size,
@@ -141,8 +141,11 @@ def _sum(
     sums: NDArray[np.float64],
     counts: NDArray[np.int64],
 ) -> None:
-    # One float sum a lane: vectors without a change in the order of additions.
+    # One float sum a lane, and the lanes of a row as a tree: vectors, and GPUs, without a change in
+    # the order of additions.
+    lanes = np.empty((4, BLOCK))
     for n in range(weight.shape[0]):
+        lanes[:] = 0
         for b in range(scales.shape[1]):
             scale = scale_values[scales[n, b]]
             big, negative, both, zeros, negative_zeros = 0, 0, 0, 0, 0
@@ -151,10 +154,10 @@ def _sum(
                 code = codes[n, b * BLOCK + i]
                 level = (1 + 3 * (code & 1)) * (1 - (code & 2))
                 error = level * scale - w
-                sums[0, i] += w * w
-                sums[1, i] += abs(w)
-                sums[2, i] += error * error
-                sums[3, i] += error
+                lanes[0, i] += w * w
+                lanes[1, i] += abs(w)
+                lanes[2, i] += error * error
+                lanes[3, i] += error
                 big += code & 1
                 negative += code >> 1
                 both += (code >> 1) & (code & 1)
@@ -166,3 +169,11 @@ def _sum(
             counts[3] += both
             counts[4] += zeros
             counts[5] += negative_zeros
+        half = BLOCK // 2
+        while half:
+            for i in range(half):
+                for s in range(4):
+                    lanes[s, i] += lanes[s, i + half]
+            half //= 2
+        for s in range(4):
+            sums[n, s] = lanes[s, 0]

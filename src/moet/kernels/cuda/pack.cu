@@ -136,96 +136,63 @@ search(const float* weight, const double* scale_values, u8* codes, u8* scales, i
     sign_zeros(drifts, blocks, codes + row * blocks * kBlock);
 }
 
-constexpr int kSums = 4;    // warps that each have one sum
-constexpr int kChunk = 16;  // blocks between two barriers
-constexpr int kAhead = 4;   // chunks that are loaded ahead
+constexpr int kRowsAtOnce = 8;  // a warp each
 
-// The sums of `MatrixStatistics` over W's blocks, in the order of the definition: lane i has every
-// block's weight i. sums: squares, magnitudes, squared errors, errors, each [32]. counts: codes +1,
-// +4, −1, −4, zeros, negative zeros. used: [256], which scales there are. By one block of threads:
-// the first kSums warps add what the others, a power of two, work out.
-extern "C" __global__ void __launch_bounds__(384)
+// The sums of `MatrixStatistics` over each row of W, in the order of the definition: lane i adds every
+// block's weight i, and the lanes are added as a tree. sums: [rows][4], squares, magnitudes, squared
+// errors, errors. counts, zero before: codes +1, +4, −1, −4, zeros, negative zeros. used, zero
+// before: [256], which scales there are.
+extern "C" __global__ void __launch_bounds__(kRowsAtOnce * 32)
 statistics(const float* weight, const u8* codes, const u8* scales, const double* scale_values,
-           double* sums, u64* counts, u8* used, int blocks, float factor) {
-  __shared__ double terms[2][kChunk][kSums][kBlock];
+           double* sums, u64* counts, u8* used, int rows, int blocks, float factor) {
+  __shared__ double lanes[kRowsAtOnce][4][kBlock];
   __shared__ double values[256];
   __shared__ u8 seen[256];
   __shared__ u32 all[6];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int producers = blockDim.x / 32 - kSums, producer = warp - kSums;
   for (int i = threadIdx.x; i < 256; i += blockDim.x) {
     values[i] = __dmul_rn(scale_values[i], double(factor));
     seen[i] = 0;
   }
   if (threadIdx.x < 6) all[threadIdx.x] = 0;
   __syncthreads();
-
-  constexpr int kMost = kChunk / 2;  // blocks of a chunk that a warp works out, at most
-  const int share = kChunk / producers;
-  float w[kAhead][kMost];
-  u8 code[kAhead][kMost], scale[kAhead][kMost];
-  const auto load = [&](int chunk, float* w, u8* code, u8* scale) {
+  const u64 row = u64(blockIdx.x) * (blockDim.x / 32) + warp;
+  if (row < rows) {
+    double squares = 0.0, magnitudes = 0.0, squared_errors = 0.0, errors = 0.0;
+    u32 count[6] = {};
+#pragma unroll 4
+    for (int b = 0; b < blocks; b++) {
+      const u64 at = row * blocks + b;
+      const double w = weight[at * kBlock + lane];
+      const int code = codes[at * kBlock + lane], scale = scales[at];
+      const int level = (1 + 3 * (code & 1)) * (1 - (code & 2));
+      const double error = __dsub_rn(__dmul_rn(double(level), values[scale]), w);
+      squares = __dadd_rn(squares, __dmul_rn(w, w));
+      magnitudes = __dadd_rn(magnitudes, fabs(w));
+      squared_errors = __dadd_rn(squared_errors, __dmul_rn(error, error));
+      errors = __dadd_rn(errors, error);
 #pragma unroll
-    for (int j = 0; j < kMost; j++) {
-      if (j >= share) break;
-      const u64 at = least(chunk * kChunk + producer * share + j, blocks - 1);
-      w[j] = weight[at * kBlock + lane];
-      code[j] = codes[at * kBlock + lane];
-      scale[j] = scales[at];
+      for (int c = 0; c < 4; c++) count[c] += code == c;
+      count[4] += w == 0.0;
+      count[5] += w == 0.0 && code >> 1;
+      if (lane == 0) seen[scale] = 1;
     }
-  };
-  const int chunks = (blocks + kChunk - 1) / kChunk;
-  u32 count[6] = {};
-  double sum = 0.0;
-  if (producer >= 0)
-#pragma unroll
-    for (int d = 0; d < kAhead; d++) load(d, w[d], code[d], scale[d]);
-#pragma unroll 1
-  for (int start = 0; start <= chunks; start += kAhead) {
-#pragma unroll
-    for (int d = 0; d < kAhead; d++) {
-      const int chunk = start + d;
-      if (producer >= 0 && chunk < chunks) {
-#pragma unroll
-        for (int j = 0; j < kMost; j++) {
-          if (j >= share) break;
-          const int i = producer * share + j;
-          if (chunk * kChunk + i >= blocks) break;
-          const double v = w[d][j];
-          const int c = code[d][j], level = (1 + 3 * (c & 1)) * (1 - (c & 2));
-          const double error = __dsub_rn(__dmul_rn(double(level), values[scale[d][j]]), v);
-          double(*const to)[kBlock] = terms[chunk & 1][i];
-          to[0][lane] = __dmul_rn(v, v);
-          to[1][lane] = fabs(v);
-          to[2][lane] = __dmul_rn(error, error);
-          to[3][lane] = error;
-#pragma unroll
-          for (int k = 0; k < 4; k++) count[k] += c == k;
-          count[4] += v == 0.0;
-          count[5] += v == 0.0 && c >> 1;
-          if (lane == 0) seen[scale[d][j]] = 1;
-        }
-        load(chunk + kAhead, w[d], code[d], scale[d]);
-      }
-      if (producer < 0 && chunk > 0 && chunk <= chunks) {
-        const double(*const from)[kSums][kBlock] = terms[(chunk - 1) & 1];
-        const int n = least(kChunk, blocks - (chunk - 1) * kChunk);
-        if (n == kChunk) {
-#pragma unroll
-          for (int i = 0; i < kChunk; i++) sum = __dadd_rn(sum, from[i][warp][lane]);
-        } else {
-          for (int i = 0; i < n; i++) sum = __dadd_rn(sum, from[i][warp][lane]);
-        }
-      }
-      __syncthreads();
-    }
+    lanes[warp][0][lane] = squares;
+    lanes[warp][1][lane] = magnitudes;
+    lanes[warp][2][lane] = squared_errors;
+    lanes[warp][3][lane] = errors;
+    for (int c = 0; c < 6; c++) atomicAdd(&all[c], count[c]);
   }
-  if (producer < 0) sums[warp * kBlock + lane] = sum;
-  else
-    for (int k = 0; k < 6; k++) atomicAdd(&all[k], count[k]);
   __syncthreads();
-  for (int i = threadIdx.x; i < 256; i += blockDim.x) used[i] = seen[i];
-  if (threadIdx.x < 6) counts[threadIdx.x] = all[threadIdx.x];
+  if (row < rows && lane < 4) {
+    double* const terms = lanes[warp][lane];
+    for (int half = kBlock / 2; half; half /= 2)
+      for (int i = 0; i < half; i++) terms[i] = __dadd_rn(terms[i], terms[i + half]);
+    sums[row * 4 + lane] = terms[0];
+  }
+  for (int i = threadIdx.x; i < 256; i += blockDim.x)
+    if (seen[i]) used[i] = 1;
+  if (threadIdx.x < 6) atomicAdd(&counts[threadIdx.x], u64(all[threadIdx.x]));
 }
 
 // Of a value ≥ 0, the nearest number of E2M1, ties to the even code.
