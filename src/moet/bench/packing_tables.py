@@ -34,7 +34,6 @@ PACKING_TABLES: Tables = {
             Column("reading alone, GB/s", number("read_gb_per_s", 3)),
             Column("of reading alone", _share_of_reading),
             Column("million weights/s", number("weights_per_s", 0, 1e-6)),
-            Column("peak memory, MB", number("peak_rss_mb")),
         ),
     ),
 }
