@@ -74,6 +74,19 @@ TIER_TABLES: Tables = {
     "ensure-h200": Table(
         "ensure-h200.json", (Column("what", _what), Column("figure", _figure)), _shown
     ),
+    "booting-cpu": Table(
+        "booting-cpu.json",
+        (
+            Column("", text("way")),
+            Column("GiB", number("gib", 2)),
+            Column("threads", number("threads")),
+            Column("GB/s", number("gb_per_s", 2)),
+            Column(
+                "time ÷ disk's",
+                lambda row: f"{row['time_over_disk']:.2f}" if "time_over_disk" in row else "",
+            ),
+        ),
+    ),
     "residency-h200": Table(
         "residency-h200.json",
         (
