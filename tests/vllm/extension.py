@@ -24,6 +24,13 @@ class ServingTestExtension(MoetWorkerExtension):
         install(self)
         old.manager.close()
 
+    def moet_route_as_one_group(self) -> None:
+        """What sigmoid routing without groups is, for vLLM's CPU router, which has it by groups."""
+        for layer in self.vllm_config.compilation_config.static_forward_context.values():
+            if hasattr(layer, "routed_experts"):
+                router = layer.router
+                router.use_grouped_topk, router.num_expert_group, router.topk_group = True, 1, 1
+
     def moet_record_logits(self) -> None:
         """From now on keeps a digest of all logits, those of prompt tokens included."""
         model = self.model_runner.model

@@ -30,6 +30,7 @@ CASES = {
     "gpt_oss": ("mxfp4", {"layers": 2}, {}, 1e-4),
     "glm4_moe": ("nvfp4", {"layers": 2, "mtp_format": "bf16"}, {}, 1e-4),
     "kimi_k2": ("int4_group", {"layers": 2}, {"attention_backend": "CPU_MLA"}, 1e-4),
+    "minimax_m2": ("fp8_block", {"layers": 2}, {}, 1e-4),
     "llama4_text": ("bf16", {"top_k": 1, "layers": 2}, {}, 1e-4),
     "kimi_k25": (
         "nvfp4",
@@ -57,6 +58,8 @@ def served(request, tmp_path_factory):
     pack = make_pack(model, place / "pack")
     settings = {"pack": str(pack), "precision": "fp4", "fp4_pool": "75%", "streaming_slots": 2}
     with engine(model, settings, **options) as llm:
+        if request.param == "minimax_m2":
+            llm.collective_rpc("moet_route_as_one_group")
         yield llm, model, pack, tolerance
 
 
