@@ -20,8 +20,6 @@ pytest.importorskip("vllm")
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from vllm.distributed import cleanup_dist_env_and_memory
-
 from moet.checkpoints import Checkpoint
 from moet.eval.pack import packed_experts
 from moet.formats import Precision
@@ -47,26 +45,17 @@ TOKENS = 12
 
 @dataclass(frozen=True)
 class Case:
-    """format: of the experts; written: arguments of `write_checkpoint`; options: of the engine.
-
-    torch_indexer: with vLLM's own torch functions (of its ROCm backend) in the place of DeepGEMM's
-    in the sparse attention's indexer, where DeepGEMM does not load.
-    """
+    """format: of the experts; written: arguments of `write_checkpoint`; options: of the engine."""
 
     format: str
     written: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
-    torch_indexer: bool = False
 
 
 MLA = {"qk_nope_head_dim": 128, "v_head_dim": 128}  # which FlashAttention has on Hopper
 TRITON = {"attention_backend": "TRITON_ATTN"}  # not every build of FlashAttention has heads of 64
 SERVED = {
     "glm4_moe": Case("nvfp4", {"mtp_format": "bf16"}, TRITON),
-    # As many indices as there are tokens at most: none is left out by a difference in rounding.
-    "glm_moe_dsa": Case(
-        "nvfp4", {"mtp": False, "shape": MLA | {"index_topk": 512}}, torch_indexer=True
-    ),
     "gpt_oss": Case("mxfp4", {"layers": 2}, TRITON),
     # The vision tower is there; profiling it would need the processor's files.
     "kimi_k25": Case("nvfp4", {"shape": MLA}, {"skip_mm_profiling": True}),
@@ -119,31 +108,6 @@ class Served:
         return found
 
 
-def use_torch_indexer(patch: pytest.MonkeyPatch) -> None:
-    """See `Case`; the engine then runs in this process."""
-    from vllm.model_executor.layers import sparse_attn_indexer
-    from vllm.v1.attention.ops import rocm_aiter_mla_sparse as in_torch
-
-    if sparse_attn_indexer.has_deep_gemm():
-        return
-
-    def logits(q: Any, kv: Any, weights: Any, start: Any, end: Any, **_: Any) -> torch.Tensor:
-        return in_torch.fp8_mqa_logits_torch(q[0], kv, weights, start, end)
-
-    def paged_logits(
-        q: Any, cache: Any, weights: Any, lengths: Any, table: Any, _: Any, *,
-        max_model_len: int, **__: Any,
-    ) -> torch.Tensor:  # fmt: skip
-        return in_torch.fp8_paged_mqa_logits_torch(
-            q[0], cache, weights, lengths, table, max_model_len
-        )
-
-    patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    patch.setattr(sparse_attn_indexer, "has_deep_gemm", lambda: True)
-    patch.setattr(sparse_attn_indexer, "fp8_fp4_mqa_logits", logits)
-    patch.setattr(sparse_attn_indexer, "fp8_fp4_paged_mqa_logits", paged_logits)
-
-
 @pytest.fixture(scope="module", params=SERVED)
 def served(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Served]:
     case = SERVED[request.param]
@@ -153,13 +117,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Se
         "dtype": "bfloat16", "attention_backend": None, "gpu_memory_utilization": 0.08,
         "enable_prefix_caching": False,
     }  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch:
-        if case.torch_indexer:
-            use_torch_indexer(patch)
-        with engine(model, settings, **{**defaults, **case.options}) as llm:
-            yield Served(model, pack, llm)
-        if case.torch_indexer:  # it ran in this process
-            cleanup_dist_env_and_memory()
+    with engine(model, settings, **{**defaults, **case.options}) as llm:
+        yield Served(model, pack, llm)
 
 
 def test_served_is_what_transformers_computes(served: Served, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moet.bench.family_tables import FAMILY_TABLES
 from moet.bench.gate_tables import GATE_TABLES
 from moet.bench.kernel_tables import KERNEL_TABLES
 from moet.bench.packing_tables import PACKING_TABLES
@@ -34,6 +35,7 @@ TABLES: Tables = {
     **KERNEL_TABLES,
     **ROUTING_TABLES,
     **GATE_TABLES,
+    **FAMILY_TABLES,
     **PACKING_TABLES,
     "settings": settings,
     "kernels-cpu": Table(
