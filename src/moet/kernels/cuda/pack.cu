@@ -12,7 +12,8 @@ constexpr int kWindow = 24;
 constexpr int kScaleMin = 0x08, kScaleMax = 0x6E;
 constexpr int kByteShift = 20, kByteBias = 960;
 constexpr int kMagnitude = 0x7FFFFFFF, kExponent = 0x7F800000;
-constexpr int kFixedOne = (254 + 25) << 23, kLeastExponent = 25 << 23;
+constexpr u32 kFixedOne = (254u + 25u) << 23;
+constexpr int kLeastExponent = 25 << 23;
 constexpr int kMaxBlocks = 1024;  // of a row
 
 __device__ __forceinline__ int least(int a, int b) { return a < b ? a : b; }
@@ -39,7 +40,7 @@ __device__ __forceinline__ Drift search_block(const float* w, float inverse, dou
   int top = 0;
 #pragma unroll
   for (int i = 0; i < kBlock; i++) top = most(top, __float_as_int(w[i]) & kMagnitude);
-  const float to_fixed = __int_as_float(kFixedOne - most(top & kExponent, kLeastExponent));
+  const float to_fixed = __int_as_float(int(kFixedOne - u32(most(top & kExponent, kLeastExponent))));
   int fixed[kBlock], bucket[kBlock];
   int total = 0, with_signs = 0;
   u32 zeros = 0;
