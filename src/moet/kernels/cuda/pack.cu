@@ -40,7 +40,8 @@ __device__ __forceinline__ Drift search_block(const float* w, float inverse, dou
   int top = 0;
 #pragma unroll
   for (int i = 0; i < kBlock; i++) top = most(top, __float_as_int(w[i]) & kMagnitude);
-  const float to_fixed = __int_as_float(int(kFixedOne - u32(most(top & kExponent, kLeastExponent))));
+  const u32 exponent = most(top & kExponent, kLeastExponent);
+  const float to_fixed = __int_as_float(int(kFixedOne - exponent));
   int fixed[kBlock], bucket[kBlock];
   int total = 0, with_signs = 0;
   u32 zeros = 0;
@@ -139,10 +140,10 @@ search(const float* weight, const double* scale_values, u8* codes, u8* scales, i
 
 constexpr int kRowsAtOnce = 8;  // a warp each
 
-// The sums of `MatrixStatistics` over each row of W, in the order of the definition: lane i adds every
-// block's weight i, and the lanes are added as a tree. sums: [rows][4], squares, magnitudes, squared
-// errors, errors. counts, zero before: codes +1, +4, −1, −4, zeros, negative zeros. used, zero
-// before: [256], which scales there are.
+// The sums of `MatrixStatistics` over each row of W, in the order of the definition: lane i adds
+// every block's weight i, and the lanes are added as a tree. sums: [rows][4], squares, magnitudes,
+// squared errors, errors. counts, zero before: codes +1, +4, −1, −4, zeros, negative zeros. used,
+// zero before: [256], which scales there are.
 extern "C" __global__ void __launch_bounds__(kRowsAtOnce * 32)
 statistics(const float* weight, const u8* codes, const u8* scales, const double* scale_values,
            double* sums, u64* counts, u8* used, int rows, int blocks, float factor) {
