@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from moet.checkpoints.base import PROJECTIONS, ExpertSource, ExpertWeights, MatrixSource
 from moet.checkpoints.reader import Checkpoint
+from moet.errors import PackError
 from moet.formats.base import FORMATS
 from moet.formats.fp4 import fp4_matrix
 from moet.formats.layout import Matrix, Precision, RowLayout, encode_row
@@ -56,12 +58,43 @@ def encode_expert(
     """Reads and encodes one expert of `layout.layer`; thread-safe.
 
     Returns also, where its FP4 stays in the checkpoint, the BLAKE3 of the checkpoint's bytes.
-    Raises CheckpointError naming the tensor that cannot be read or decoded.
+    What an encoder makes of a layer's first expert is compared with what the quantizer does.
+    Raises CheckpointError naming the tensor that cannot be read or decoded, PackError for an
+    encoder that is wrong.
     """
     source = checkpoint.read_expert(layout.layer, expert)
     digest = None if layout.fp4_in_pack else _source_digest(source)
     rows = None if encoder is None else encoder.encode(source, layout)
-    return rows or _encode(checkpoint, quantizer, layout, expert, source), digest
+    if rows is None:
+        return _encode(checkpoint, quantizer, layout, expert, source), digest
+    if expert == 0:
+        _compare(rows, _encode(checkpoint, quantizer, layout, expert, source), layout)
+    return rows, digest
+
+
+def _compare(found: EncodedRows, expected: EncodedRows, layout: LayerLayout) -> None:
+    """Raises PackError where an encoder's rows of a layer's first expert are not the quantizer's:
+    drivers, compilers and other GPUs than ours may have errors that no test of ours has met."""
+    nothing = np.empty(0)
+    pairs: dict[str, tuple[NDArray[Any] | None, NDArray[Any] | None]] = {
+        "base row": (found.base, expected.base),
+        "base factors": (found.base_factor, expected.base_factor),
+        "FP4 row": (found.fp4, expected.fp4),
+        "FP4 factors": (found.fp4_factor, expected.fp4_factor),
+    }
+    wrong = [
+        name
+        for name, (one, other) in pairs.items()
+        if not np.array_equal(nothing if one is None else one, nothing if other is None else other)
+    ]
+    if found.statistics != expected.statistics:
+        wrong.append("statistics")
+    if wrong:
+        raise PackError(
+            f"layer {layout.layer}, expert 0: the GPU's {' and '.join(wrong)} differ from the "
+            "CPU's.",
+            "Pack with --device cpu, and report this.",
+        )
 
 
 def _encode(
