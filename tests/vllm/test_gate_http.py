@@ -9,7 +9,6 @@ from fastapi.testclient import TestClient
 
 from moet.errors import ConfigError, UnsupportedError
 from moet.settings import Settings
-from moet.vllm.gate import checks
 from moet.vllm.gate.checks import unsupported
 from moet.vllm.gate.http import attach_gate
 from moet.vllm.guard import guarded
@@ -122,14 +121,6 @@ def test_what_the_gate_cannot_be_combined_with(changes, message):
     assert message in problem.message
     assert problem.hint
     assert not list(unsupported(config(**changes), Settings.parse({})))
-
-
-def test_not_on_a_gpu_yet(monkeypatch):
-    monkeypatch.setattr(checks.current_platform, "is_cpu", lambda: False)
-    for values in ({"gate": {"tau": 0.5}}, {"prefill_precision": "fp4"}):
-        (problem,) = unsupported(config(), Settings.parse(values))
-        assert "GPUs" in problem.message
-    assert not list(unsupported(config(), Settings.parse({})))
 
 
 @pytest.mark.parametrize(
