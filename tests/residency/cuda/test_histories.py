@@ -10,12 +10,17 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from moet.errors import ConfigError
 from moet.residency.cuda import device, memory
 from moet.residency.cuda.copies import DeviceCopy
+from moet.residency.tiers import Tier
 
 from .history import run_block
+from .source import BASE, ROW_BYTES
 from .stalls import run_stall
 from .stand_in import StandInDriver, StandInKernels, StandInSteps
 
@@ -37,6 +42,27 @@ def test_histories(block: int) -> None:
 
 def test_a_step_is_not_kept_waiting_for_ever() -> None:
     run_stall(StandInSteps)
+
+
+def test_a_tier_grows_with_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = ROW_BYTES[BASE]
+    monkeypatch.setattr(device, "_GROWTH_BYTES", 4 * row)
+    made = device.CudaTierDevice(
+        np.zeros((1, 8), np.uint8), {BASE: row}, 2, torch.device("cpu"), decode_tokens=4
+    )
+    life, arena = made._mailbox.answer[1:], made._arena[BASE]
+    before = int(life[0])
+    made.resize(BASE, Tier.ARENA, 20, row)
+    assert (arena.count, int(life[0])) == (20, before + 5)
+    addresses = [arena.address(place) for place in range(20)]
+    made._driver.pins_left = 2
+    with pytest.raises(ConfigError, match="pinned"):
+        made.resize(BASE, Tier.ARENA, 60, row)
+    assert arena.count == 20
+    assert [arena.address(place) for place in range(20)] == addresses
+    made.resize(BASE, Tier.ARENA, 3, row)
+    assert arena.count == 3
+    made.close()
 
 
 class Hasty(StandInKernels):

@@ -32,6 +32,7 @@ from moet.residency.tiers.device import (
 )
 
 PATIENCE_SECONDS = 30.0
+_GROWTH_BYTES = 16 << 30  # between two signs of life
 
 
 @dataclass(frozen=True)
@@ -222,9 +223,20 @@ class CudaTierDevice(TierDevice):
     # For the owner.
 
     def resize(self, precision: Precision, tier: Tier, places: int, row_bytes: int) -> None:
-        """See the base class. Chunks of memory that are given up are kept until `trim`."""
+        """See the base class. Chunks of memory that are given up are kept until `trim`.
+
+        Pinning goes at a few GB/s, and a step may be waiting: there are signs of life in between.
+        """
         assert row_bytes == self._row_bytes[precision]
-        self._places(precision, tier).resize(places)
+        of, step = self._places(precision, tier), max(1, _GROWTH_BYTES // row_bytes)
+        before = of.count
+        try:
+            for count in [*range(before + step, places, step), places]:
+                of.resize(count)
+                self.live()
+        except ConfigError:
+            of.resize(before)
+            raise
 
     def view(self, place: Place) -> U8:
         return self._arena[place.precision].view(place.slot)
