@@ -25,7 +25,7 @@ from moet.pack.lane import Lane, aligned
 from moet.pack.layer import LayerLayout
 from moet.quantize.base import BLOCK
 from moet.quantize.data_free import matrix_factor
-from moet.quantize.statistics import MatrixStatistics
+from moet.quantize.statistics import MatrixStatistics, from_sums
 
 _MAX_BLOCKS = 1024  # of a row of weights, which the kernel keeps in shared memory
 _INFINITY_BITS = 0x7F800000
@@ -273,20 +273,6 @@ def _bad(scale: Tensor) -> Tensor:
 
 def measured_statistics(raw: U8, count: int, factor: float) -> MatrixStatistics:
     """raw: what the kernel `statistics` wrote for a matrix of `count` weights."""
-    sums = raw[_SUMS_AT:].view(np.float64).reshape(-1, 4)
-    counts = raw[:_USED_AT].view(np.int64).tolist()
     used = (E4M3_VALUES * factor)[np.flatnonzero(raw[_USED_AT:_SUMS_AT])]
-    used = used[used > 0]
-    squares, magnitudes, squared_errors, errors = map(math.fsum, sums.T.tolist())
-    return MatrixStatistics(
-        count=count,
-        zeros=counts[4],
-        negative_zeros=counts[5],
-        codes=(counts[0], counts[1], counts[2], counts[3]),
-        squares=squares,
-        magnitudes=magnitudes,
-        squared_errors=squared_errors,
-        errors=errors,
-        scale_min=float(used.min(initial=math.inf)),
-        scale_max=float(used.max(initial=0.0)),
-    )
+    sums = raw[_SUMS_AT:].view(np.float64).reshape(-1, 4)
+    return from_sums(count, raw[:_USED_AT].view(np.int64), sums, used[used > 0])

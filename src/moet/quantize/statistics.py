@@ -116,13 +116,27 @@ def matrix_statistics(weight: NDArray[np.float32], base: TwoBitMatrix) -> Matrix
     counts = np.zeros(6, np.int64)
     scale_values = E4M3_VALUES * base.factor
     _sum(weight, base.codes, base.scales, scale_values, sums, counts)
-    squares, magnitudes, squared_errors, errors = map(math.fsum, sums.T.tolist())
     used = scale_values[np.unique(base.scales[base.scales != 0])]
+    return from_sums(weight.size, counts, sums, used)
+
+
+def from_sums(
+    count: int, counts: NDArray[np.int64], sums: NDArray[np.float64], used: NDArray[np.float64]
+) -> MatrixStatistics:
+    """Of a matrix of `count` weights.
+
+    Args:
+        counts: weights of each of the four codes, zeros, zeros with a minus, [6]. sums: of each row
+            of weights the squares, magnitudes, squared errors and errors, [N, 4]. used: the scales
+            in use that are not zero.
+    """
+    *codes, zeros, negative_zeros = counts.tolist()
+    squares, magnitudes, squared_errors, errors = map(math.fsum, sums.T.tolist())
     return MatrixStatistics(
-        count=weight.size,
-        zeros=int(counts[4]),
-        negative_zeros=int(counts[5]),
-        codes=(int(counts[0]), int(counts[1]), int(counts[2]), int(counts[3])),
+        count=count,
+        zeros=zeros,
+        negative_zeros=negative_zeros,
+        codes=(codes[0], codes[1], codes[2], codes[3]),
         squares=squares,
         magnitudes=magnitudes,
         squared_errors=squared_errors,
