@@ -88,7 +88,7 @@ class Planner:
             if not rows.resident(row, Tier.GPU):
                 self._demote.popleft()
                 continue
-            if rows.arena.spare < 2 and (rows.coming(Tier.ARENA) or self._colder(row)):
+            if rows.arena.spare < 2 and (rows.coming(Tier.ARENA) or self._colder(row) is not None):
                 return False  # the arena will have a place for it
             self._demote.popleft()
             if self.send_away(row):
@@ -108,12 +108,9 @@ class Planner:
     def make_way(self, row: int) -> bool:
         """Drops the coldest arena row if the arena is full and that row is worth less than this
         one of the GPU, which is to leave; whether a row was dropped."""
-        rows = self._rows
-        if rows.arena.spare > 1 or not self._colder(row):
+        if self._rows.arena.spare > 1 or (other := self._colder(row)) is None:
             return False
-        other = rows.coldest(Tier.ARENA, self.priority)
-        assert other is not None
-        rows.drop(other)
+        self._rows.drop(other)
         return True
 
     def _make_room(self) -> bool:
@@ -123,7 +120,7 @@ class Planner:
         free = rows.arena.spare + rows.coming(Tier.ARENA)
         if free > self.limits.moves or (free and not rows.passing and not self._demote):
             return False
-        if rows.all_in_memory and rows.room > 1:  # no request can come; two places change rows
+        if rows.room > 1 and rows.all_in_memory:  # no request can come; two places change rows
             return False
         row = rows.coldest(Tier.ARENA, self.priority)
         if row is None:
@@ -135,12 +132,16 @@ class Planner:
         rows.drop(row)
         return True
 
-    def _colder(self, row: int) -> bool:
-        """Whether an arena row is worth less than this one."""
+    def _colder(self, row: int) -> int | None:
+        """The coldest arena row, if it is worth less than this one."""
         other = self._rows.coldest(Tier.ARENA, self.priority)
-        return other is not None and (
-            other in self._rows.passing or bool(self.priority[other] < self.priority[row])
-        )
+        if (
+            other is None
+            or other in self._rows.passing
+            or self.priority[other] < self.priority[row]
+        ):
+            return other
+        return None
 
     def _keep(self, candidates: I64) -> None:
         rows = self._rows

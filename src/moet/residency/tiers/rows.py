@@ -71,7 +71,7 @@ class RowTiers:
     ) -> None:
         self.precision, self.row_bytes = precision, row_bytes
         self.owned = owned
-        self._owned = owned.reshape(-1)
+        self._owned, self._count = owned.reshape(-1), int(owned.sum())
         self.num_experts = owned.shape[1]
         self.state = np.zeros(owned.size, np.uint8)
         self.tier = np.full(owned.size, Tier.DISK, np.uint8)  # of the place in the table
@@ -103,7 +103,7 @@ class RowTiers:
     @property
     def room(self) -> int:
         """Places, leaving ones apart, beyond one for each row."""
-        return self.gpu.limit + self.arena.limit - int(self._owned.sum())
+        return self.gpu.limit + self.arena.limit - self._count
 
     def coming(self, tier: Tier) -> int:
         """Places of a tier that will be free when the step that runs is done, at most."""
