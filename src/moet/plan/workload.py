@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -64,20 +65,29 @@ class Workload:
 def routing_points(text: str) -> list[tuple[float, float]]:
     """Points of the curve of `plan.routing`: 19:96,50:99 → [(0.19, 0.96), (0.5, 0.99)], where the
     19 % most wanted experts of a layer get 96 % of its routings. Raises ConfigError."""
-    points = []
     try:
-        for part in filter(None, text.split(",")):
-            experts, routings = (float(value) / 100 for value in part.split(":"))
-            points.append((experts, routings))
+        points = [_point(part) for part in text.split(",") if part]
+        known = _is_curve([(0.0, 0.0), *points, (1.0, 1.0)])
     except ValueError:
-        points = [(1.0, 0.0)]
-    steps = [(0.0, 0.0), *points, (1.0, 1.0)]
-    rising = all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(steps))
-    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(steps)] if rising else [0.0, 1.0]
-    if slopes != sorted(slopes, reverse=True):
+        known = False
+    if not known:
         raise ConfigError(
             f"routing {text!r} is no list of shares of the most wanted experts and of the routings "
             "that they get.",
             'Give percent, ascending: "19:96" or "19:96,50:99".',
         )
     return points
+
+
+def _point(text: str) -> tuple[float, float]:
+    experts, routings = (float(value) / 100 for value in text.split(":"))
+    return experts, routings
+
+
+def _is_curve(points: Sequence[tuple[float, float]]) -> bool:
+    """Whether it only rises, ever less steeply: each expert is wanted no more than those before."""
+    steps = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(points)]
+    if not all(width > 0 and rise >= 0 for width, rise in steps):
+        return False
+    slopes = [rise / width for width, rise in steps]
+    return slopes == sorted(slopes, reverse=True)
