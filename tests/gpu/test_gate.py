@@ -66,16 +66,40 @@ def metric(llm, name: str) -> float:
 
 
 def set_gate(llm, tau: float, cap: float = 1.0) -> None:
-    assert llm.collective_rpc("moet_gate", args=(tau, cap)) == [{"tau": tau, "cap": cap}]
+    for answer in llm.collective_rpc("moet_gate", args=(tau, cap)):
+        assert answer == {"tau": tau, "cap": cap}
+
+
+def resize(llm) -> None:
+    """So that most rows are elsewhere than on the GPU, and some on disk."""
+    sizes = {"base_pool": "20%", "fp4_pool": "20%", "arena": "40%"}
+    for answer in llm.collective_rpc("moet_resize", args=(sizes,)):
+        assert "error" not in answer, answer
 
 
 def stats(llm) -> Recording:
-    (found,) = llm.collective_rpc("moet_stats")
-    return found
+    """Of the first rank."""
+    return llm.collective_rpc("moet_stats")[0]
 
 
 def figures(llm) -> dict[str, float]:
-    return {of["name"]: of["value"] for of in stats(llm)["further"]}
+    """The gate's counts, which every rank has by itself."""
+    ranks = [
+        {of["name"]: of["value"] for of in stats["further"] if of["name"] != "gate_seconds"}
+        for stats in llm.collective_rpc("moet_stats")
+    ]
+    assert all(rank == ranks[0] for rank in ranks), ranks
+    return ranks[0]
+
+
+def doubt(llm, ids=IDS, cap: float = 1.0) -> tuple[Answers, dict[str, float]]:
+    """What is answered with an empty prefix cache, and the gate's counts meanwhile."""
+    set_gate(llm, TAU, cap)
+    llm.reset_prefix_cache()
+    before = figures(llm)
+    answers = run(llm, ids)
+    now = figures(llm)
+    return answers, {key: now[key] - before[key] for key in now}
 
 
 def play_plain(llm) -> Recording:
@@ -92,16 +116,9 @@ def play_gate(llm) -> Recording:
     found["always"] = answers(llm)
     found["all"] = figures(llm)
     for name, cap in (("capped", 0.25), ("doubt", 1.0), ("again", 1.0), ("elsewhere", 1.0)):
-        set_gate(llm, TAU, cap)
         if name == "elsewhere":
-            sizes = {"base_pool": "20%", "fp4_pool": "20%", "arena": "40%"}
-            (answer,) = llm.collective_rpc("moet_resize", args=(sizes,))
-            assert "error" not in answer, answer
-        llm.reset_prefix_cache()
-        before = figures(llm)
-        found[name] = run(llm)
-        now = figures(llm)
-        found[f"{name} counts"] = {key: now[key] - before[key] for key in now}
+            resize(llm)
+        found[name], found[f"{name} counts"] = doubt(llm, cap=cap)
     set_gate(llm, 0.0)
     found["off again"] = answers(llm)
     found["stats"] = stats(llm)
@@ -109,16 +126,34 @@ def play_gate(llm) -> Recording:
 
 
 def play_alone_and_beside(llm) -> Recording:
-    """Twice as many requests as run at once, so that prompts join others that are decoded; and one
-    after the other."""
-    set_gate(llm, TAU)
-    llm.reset_prefix_cache()
+    """Twice as many requests as run at once, so that prompts join others that are decoded; one
+    after the other; and all once more, without graphs for the second pass."""
     ids = IDS + [ids[::-1] for ids in IDS]
-    beside = run(llm, ids)
-    counts = figures(llm)
+    beside, counts = doubt(llm, ids)
+    preemptions = metric(llm, "vllm:num_preemptions")
     llm.reset_prefix_cache()
     alone = [run(llm, [of], len(found))[0] for of, found in zip(ids, beside, strict=True)]
-    return {"beside": beside, "alone": alone, "counts": counts}
+    llm.collective_rpc("moet_release_second_pass")
+    pieces, pieces_counts = doubt(llm, ids)
+    return {
+        "beside": beside, "counts": counts, "preemptions": preemptions, "alone": alone,
+        "pieces": pieces, "pieces counts": pieces_counts,
+    }  # fmt: skip
+
+
+def play_prompts(llm) -> Recording:
+    """Prompts at FP4 that join requests which are decoded, the gate off, in doubt, and always."""
+    ids = IDS + [ids[::-1] for ids in IDS]
+    found: Recording = {}
+    set_gate(llm, 0.0)
+    found["off"] = answers(llm)
+    for name in ("doubt", "again", "elsewhere"):
+        if name == "elsewhere":
+            resize(llm)
+        found[name], found[f"{name} counts"] = doubt(llm, ids)
+    set_gate(llm, 1.0)
+    found["always"] = answers(llm)
+    return found
 
 
 def play_adaptive(llm) -> Recording:
@@ -132,33 +167,46 @@ def play_adaptive(llm) -> Recording:
 INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
 V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 ADAPTIVE = {"adaptive": {"every": 4, "margin": 1.2}, "fp4_pool": "30%"}
-ENGINES: dict[str, tuple[Recording, dict[str, str], Callable[[Any], Recording]]] = {
-    "base": ({}, {}, play_plain),
-    "fp4": ({"precision": "fp4"}, {}, play_plain),
-    "prompts": ({"prefill_precision": "fp4"}, {}, play_plain),
-    "gate": ({"gate": {}, **SMALL}, {}, play_gate),
-    "first runner": ({"gate": {}, **SMALL}, V1, play_gate),
-    "first runner, base": ({}, V1, play_plain),
-    "first runner, fp4": ({"precision": "fp4"}, V1, play_plain),
-    "invariant": ({"gate": {}, **SMALL}, INVARIANT, play_alone_and_beside),
-    "invariant, prompts": (
-        {"gate": {}, "prefill_precision": "fp4", **SMALL}, INVARIANT, play_alone_and_beside,
+TWO = {"tensor_parallel_size": 2}
+FEW_BLOCKS = {"block_size": 16, "num_gpu_blocks_override": 48}
+PROFILED = {"kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.4}  # as it is by default
+ENGINES: dict[str, tuple[Recording, dict[str, str], Recording, Callable[[Any], Recording]]] = {
+    "base": ({}, {}, {}, play_plain),
+    "fp4": ({"precision": "fp4"}, {}, {}, play_plain),
+    "prompts": ({"prefill_precision": "fp4"}, {}, {}, play_plain),
+    "gate": ({"gate": {}, **SMALL}, {}, {}, play_gate),
+    "gate, prompts": (
+        {"gate": {}, "prefill_precision": "fp4", **SMALL}, {}, PROFILED, play_prompts,
     ),
-    "adaptive": (ADAPTIVE, {}, play_adaptive),
-    "adaptive again": (ADAPTIVE | {"base_pool": "20%", "arena": "60%"}, {}, play_adaptive),
+    "two ranks": ({"gate": {}, **SMALL}, {}, TWO, play_gate),
+    "two ranks, base": ({}, {}, TWO, play_plain),
+    "two ranks, fp4": ({"precision": "fp4"}, {}, TWO, play_plain),
+    "first runner": ({"gate": {}, **SMALL}, V1, {}, play_gate),
+    "first runner, base": ({}, V1, {}, play_plain),
+    "first runner, fp4": ({"precision": "fp4"}, V1, {}, play_plain),
+    "invariant": ({"gate": {}, **SMALL}, INVARIANT, {}, play_alone_and_beside),
+    "invariant, prompts": (
+        {"gate": {}, "prefill_precision": "fp4", **SMALL}, INVARIANT, {}, play_alone_and_beside,
+    ),
+    "invariant, preempted": ({"gate": {}, **SMALL}, INVARIANT, FEW_BLOCKS, play_alone_and_beside),
+    "adaptive": (ADAPTIVE, {}, {}, play_adaptive),
+    "adaptive again": (ADAPTIVE | {"base_pool": "20%", "arena": "60%"}, {}, {}, play_adaptive),
 }  # fmt: skip
+RUNNERS = ("", "first runner, ", "two ranks, ")
 
 
 def record(name: str, pack: Path) -> Recording:
-    settings, environment, play = ENGINES[name]
+    settings, environment, options, play = ENGINES[name]
+    if options.get("tensor_parallel_size", 1) > torch.cuda.device_count():
+        pytest.skip("needs two GPUs")
+    defaults: Recording = {
+        "dtype": "bfloat16", "enforce_eager": False, "max_num_seqs": 16, "attention_backend": None,
+        "gpu_memory_utilization": 0.1, "disable_log_stats": False,
+    }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         for key, value in environment.items():
             patch.setenv(key, value)
-        with engine(
-            NANO, {"pack": str(pack), **settings}, dtype="bfloat16", enforce_eager=False,
-            max_num_seqs=16, attention_backend=None, gpu_memory_utilization=0.1,
-            disable_log_stats=False,
-        ) as llm:  # fmt: skip
+        with engine(NANO, {"pack": str(pack), **settings}, **defaults | options) as llm:
             return play(llm)
 
 
@@ -168,7 +216,7 @@ def recorded(tmp_path_factory) -> Callable[[str], Recording]:
     return cache(lambda name: record(name, pack))
 
 
-@pytest.mark.parametrize("runner", ["", "first runner, "])
+@pytest.mark.parametrize("runner", RUNNERS)
 def test_always_in_doubt_is_fp4_bit_for_bit(recorded, runner):
     """Follow-up requests, too: they read the KV cache that the first ones have left."""
     gate = recorded((runner or "gate, ").removesuffix(", "))
@@ -180,7 +228,7 @@ def test_always_in_doubt_is_fp4_bit_for_bit(recorded, runner):
     assert tokens_of(always["together"]) != tokens_of(gate["off"]["together"])
 
 
-@pytest.mark.parametrize("runner", ["", "first runner, "])
+@pytest.mark.parametrize("runner", RUNNERS)
 def test_off_is_as_without_the_setting(recorded, runner):
     gate = recorded((runner or "gate, ").removesuffix(", "))
     base = recorded(f"{runner}base")
@@ -190,13 +238,15 @@ def test_off_is_as_without_the_setting(recorded, runner):
     assert gate["start"]["gate_tokens"] == 0
 
 
-@pytest.mark.parametrize("runner", ["gate", "first runner"])
+@pytest.mark.parametrize("runner", ["gate", "first runner", "two ranks"])
 def test_only_doubtful_tokens_are_decided_again(recorded, runner):
     gate = recorded(runner)
     counts = gate["doubt counts"]
     assert 0 < counts["gate_flipped"] < counts["gate_fired"] < counts["gate_tokens"]
     assert counts["gate_tokens"] == sum(map(len, gate["doubt"]))
-    assert counts["gate_second_passes"] <= counts["gate_steps"]
+    assert 0 < counts["gate_second_passes"] <= counts["gate_steps"]
+    replays = 0 if runner == "first runner" else counts["gate_second_passes"]
+    assert counts["gate_replays"] == replays
     tokens = [tokens_of(of) for of in (gate["doubt"], gate["off"]["together"])]
     assert tokens[0] != tokens[1]
     assert gate["again"] == gate["elsewhere"] == gate["doubt"]
@@ -210,11 +260,31 @@ def test_only_doubtful_tokens_are_decided_again(recorded, runner):
 
 @pytest.mark.parametrize("name", ["invariant", "invariant, prompts"])
 def test_nothing_that_runs_before_or_beside_a_request_changes_a_bit(recorded, name):
-    """Where vLLM's own layers are batch-invariant; the experts are then."""
+    """Where vLLM's own layers are batch-invariant; the experts are then. Nor does a graph."""
     found = recorded(name)
-    assert found["beside"] == found["alone"]
-    counts = found["counts"]
+    assert found["beside"] == found["alone"] == found["pieces"]
+    counts, pieces = found["counts"], found["pieces counts"]
     assert 0.2 < counts["gate_fired"] / counts["gate_tokens"] < 0.95
+    assert counts["gate_replays"] == counts["gate_second_passes"] == pieces["gate_second_passes"]
+    assert pieces["gate_replays"] == 0
+
+
+def test_requests_that_are_preempted_and_resumed(recorded):
+    """Tokens: what was decoded is computed again as a prompt, by other kernels of vLLM's."""
+    found = recorded("invariant, preempted")
+    assert found["preemptions"] > 0
+    assert tokens_of(found["beside"]) == tokens_of(found["alone"]) == tokens_of(found["pieces"])
+
+
+def test_prompts_at_fp4_beside_doubtful_tokens(recorded):
+    """Steps of both kinds are mixed; sizes are those of an engine that has measured its memory."""
+    found = recorded("gate, prompts")
+    assert found["off"] == recorded("prompts")
+    assert found["always"] == recorded("fp4")
+    assert found["doubt"] == found["again"] == found["elsewhere"]
+    counts = found["doubt counts"]
+    assert counts["gate_replays"] == counts["gate_second_passes"] > 0
+    assert counts["gate_tokens"] == sum(map(len, found["doubt"]))
 
 
 def test_prompts_at_fp4(recorded):

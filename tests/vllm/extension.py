@@ -24,6 +24,10 @@ class ServingTestExtension(MoetWorkerExtension):
         install(self)
         old.manager.close()
 
+    def moet_release_second_pass(self) -> None:
+        """From now on the gate's second pass runs without its CUDA graphs."""
+        self.model_runner.moet_second.graphs.release_graphs()
+
     def moet_route_as_one_group(self) -> None:
         """What sigmoid routing without groups is, for vLLM's CPU router, which has it by groups."""
         for layer in self.vllm_config.compilation_config.static_forward_context.values():

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moet.vllm.gate.gate import Gate, confidence, known_at_fp4
+from moet.vllm.gate.gate import Gate, known_at_fp4, most_likely
 
 TAUS = st.sampled_from([0.0, 0.3, 0.7, 1.0])
 CONFIDENCES = st.lists(st.floats(0, 1, width=32), min_size=1, max_size=12)
@@ -88,7 +88,20 @@ def test_what_fired_is_known_until_the_request_ends():
     assert marks(0, 10) is None
 
 
-def test_confidence():
+def test_most_likely():
     logits = torch.tensor([[0.0, 0.0], [100.0, 0.0], [0.0, float(np.log(3))]])
-    assert confidence(logits) == pytest.approx([0.5, 1.0, 0.75])
-    assert confidence(logits.bfloat16()).dtype == np.float32
+    confidence, successors = most_likely(logits)
+    assert confidence == pytest.approx([0.5, 1.0, 0.75])
+    assert successors.tolist()[1:] == [0, 1]
+    assert most_likely(logits.bfloat16())[0].dtype == np.float32
+
+
+def test_flips_and_seconds_add_up():
+    gate = Gate(0.5)
+    gate.count_flips(torch.tensor([3, 4, 5]), torch.tensor([3, 1, 2]))
+    gate.count_flips(torch.tensor([7]), torch.tensor([8]))
+    with gate.stopwatch.timed(torch.device("cpu")):
+        pass
+    figures = {figure.name: figure.value for figure in gate.figures()}
+    assert figures["gate_flipped"] == 3
+    assert figures["gate_seconds"] > 0

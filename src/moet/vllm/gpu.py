@@ -84,12 +84,12 @@ class GPURuntime(RankExperts):
     ) -> Tensor:
         """See the base class. x: bfloat16.
 
-        Launches only, so that it may be captured in a CUDA graph; with FP4 tokens it may not, since
-        a replay would not see them. vLLM's warm-up passes, which have no requests, are given zeros:
-        they would ask for all experts of all layers.
+        Launches only, so that it may be captured in a CUDA graph; not where some tokens run at FP4
+        and others do not, since a replay would not see which. vLLM's warm-up passes, which have no
+        requests, are given zeros: they would ask for all experts of all layers.
         """
         capturing = torch.cuda.is_current_stream_capturing()
-        assert fp4 is None or not capturing
+        assert fp4 is None or fp4.all or not capturing
         if attn_metadata is None and not capturing:
             return torch.zeros_like(x)
         x = x.contiguous()

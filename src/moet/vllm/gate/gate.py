@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moet.vllm.gate.stopwatch import Stopwatch
 from moet.vllm.stats import Figure
 
 
@@ -33,10 +34,11 @@ class Gate:
     def _reset(self) -> None:
         self.steps = 0  # steps in which a token was asked for
         self.gated_steps = 0
+        self.replays = 0  # second passes that were a CUDA graph's replay
         self.tokens = 0  # asked for
         self.fired = 0
-        self.flipped = 0  # fired, and another successor is the most likely one now
-        self.seconds = 0.0
+        self.stopwatch = Stopwatch()  # of second passes
+        self._flips: Tensor | None = None
 
     @property
     def everything(self) -> bool:
@@ -98,15 +100,28 @@ class Gate:
         for request in requests:
             self._fired.pop(request, None)
 
+    def count_flips(self, before: Tensor, after: Tensor) -> None:
+        """Of tokens that fired, the most likely successors: int [n] each. Added up on the device,
+        since to look at them would be to wait for the second pass."""
+        flips = (before != after).sum()
+        self._flips = flips if self._flips is None else self._flips + flips
+
+    @property
+    def flipped(self) -> int:
+        """Tokens that fired and have another most likely successor now. Waits for the device."""
+        return 0 if self._flips is None else int(self._flips)
+
     def figures(self) -> list[Figure]:
-        """For the rank's statistics."""
+        """For the rank's statistics. Waits for the device."""
+        replays = "Of these, second passes that were a CUDA graph's replay."
         counters = {
             "gate_steps": ("Steps whose tokens the gate has looked at.", self.steps),
             "gate_second_passes": ("Of these, steps with a second pass.", self.gated_steps),
+            "gate_replays": (replays, self.replays),
             "gate_tokens": ("Tokens that the gate has looked at.", self.tokens),
             "gate_fired": ("Of these, tokens decided again at FP4.", self.fired),
             "gate_flipped": ("Of these, tokens with another most likely successor.", self.flipped),
-            "gate_seconds": ("Seconds that second passes took.", self.seconds),
+            "gate_seconds": ("Seconds that second passes took.", self.stopwatch.seconds),
         }
         return [
             *(Figure(name, about, value) for name, (about, value) in counters.items()),
@@ -115,14 +130,14 @@ class Gate:
         ]
 
 
-def confidence(logits: Tensor) -> NDArray[np.float32]:
-    """The probability of the most likely successor. logits: [n, vocabulary]; float32 [n].
+def most_likely(logits: Tensor) -> tuple[NDArray[np.float32], Tensor]:
+    """The most likely successors: their probabilities, float32 [n], and which, int64 [n].
 
-    Waits for the device. Ranks that hold the same logits get the same bits.
+    logits: [n, vocabulary]. Waits for the device. Ranks that hold the same logits get the same
+    bits, and so does a token whatever others are beside it.
     """
-    logits = logits.float()
-    top = logits.amax(-1) - torch.logsumexp(logits, -1)
-    return np.asarray(top.exp().cpu().numpy(), np.float32)
+    top = torch.softmax(logits, -1, dtype=torch.float32).max(-1)
+    return np.asarray(top.values.cpu().numpy(), np.float32), top.indices
 
 
 def known_at_fp4(

@@ -12,7 +12,6 @@ attention backend does with prompts. It runs without CUDA graphs.
 from __future__ import annotations
 
 import dataclasses
-import time
 from typing import Any
 
 import numpy as np
@@ -25,10 +24,11 @@ from vllm.forward_context import (
     override_forward_context,
     set_forward_context,
 )
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from moet.vllm.gate.checks import check_cache
-from moet.vllm.gate.gate import Gate, confidence, known_at_fp4
+from moet.vllm.gate.gate import Gate, known_at_fp4, most_likely
 from moet.vllm.phase import Fp4Tokens, mark_fp4_tokens
 from moet.vllm.rank import RankExperts
 
@@ -96,41 +96,39 @@ class GateV1:
 
     def _decide_again(self, gate: Gate, state: Any) -> None:
         """Replaces, in the step's state, the hidden states and logits of the tokens that fire."""
-        fired = asked = self._fired(gate, state.logits)
-        if self._moet_all_at_fp4:
+        fired, before = self._fired(gate, state.logits)
+        if self._moet_all_at_fp4 or not (fired.size or gate.everything):
             return
-        start = time.perf_counter()
-        if gate.everything:
-            state.hidden_states.copy_(self._step_again())
-            fired = np.arange(len(state.logits))  # pieces of prompts, too
-        elif fired.size:
-            tokens = self._moet_ends[torch.from_numpy(fired).to(self.device)]
-            state.hidden_states[tokens] = self._tokens_again(fired, tokens)
-        else:
-            return
-        rows = torch.from_numpy(fired).to(self.device)
-        state.sample_hidden_states[rows] = state.hidden_states[self._moet_ends[rows]]
-        logits = self.model.compute_logits(state.sample_hidden_states[rows])
-        flipped = logits.argmax(-1) != state.logits[rows].argmax(-1)
-        gate.flipped += int((flipped[asked] if gate.everything else flipped).sum())
-        state.logits[rows] = logits
-        gate.seconds += time.perf_counter() - start
+        with gate.stopwatch.timed(self.device):
+            asked = async_tensor_h2d(fired, self.device)
+            if gate.everything:
+                state.hidden_states.copy_(self._step_again())
+                fired = np.arange(len(state.logits))  # pieces of prompts, too
+            rows = async_tensor_h2d(fired, self.device)
+            tokens = self._moet_ends[rows]
+            if not gate.everything:
+                state.hidden_states[tokens] = self._tokens_again(fired, rows, tokens)
+            state.sample_hidden_states[rows] = state.hidden_states[tokens]
+            state.logits[rows] = self.model.compute_logits(state.sample_hidden_states[rows])
+            gate.count_flips(before[asked], state.logits[asked].argmax(-1))
 
-    def _fired(self, gate: Gate, logits: Tensor) -> NDArray[np.int64]:
-        """The requests of the step, by index, whose last token fires: int64 [n], ascending.
+    def _fired(self, gate: Gate, logits: Tensor) -> tuple[NDArray[np.int64], Tensor]:
+        """The requests of the step, by index, whose last token fires: int64 [n], ascending; and the
+        most likely successor of all requests' last tokens.
 
         Pieces of a prompt but the last are not asked: where a prompt is cut depends on others.
         """
         batch = self.input_batch
         asked = (~self.discard_request_mask.np[: batch.num_reqs]).nonzero()[0]
+        confidence, successors = most_likely(logits)
         fires = gate.decide(
             [batch.req_ids[request] for request in asked.tolist()],
             self.optimistic_seq_lens_cpu.numpy()[asked].astype(np.int64) - 1,
             batch.num_prompt_tokens[asked].astype(np.int64) - 1,
-            confidence(logits)[asked],
+            confidence[asked],
             again=not self._moet_all_at_fp4,
         )
-        return np.asarray(asked[fires], np.int64)
+        return np.asarray(asked[fires], np.int64), successors
 
     def _known_at_fp4(self) -> NDArray[np.bool_] | None:
         """The step's tokens that run at FP4 in the first pass: bool [tokens], or None for none."""
@@ -162,11 +160,14 @@ class GateV1:
             hidden: Tensor = super()._model_forward(**inputs)  # type: ignore[misc]
         return hidden
 
-    def _tokens_again(self, requests: NDArray[np.int64], tokens: Tensor) -> Tensor:
-        """Those requests' last tokens at FP4, `tokens` in the step: hidden states, [n, hidden]."""
+    def _tokens_again(self, requests: NDArray[np.int64], rows: Tensor, tokens: Tensor) -> Tensor:
+        """Those requests' last tokens at FP4, `tokens` in the step: hidden states, [n, hidden].
+
+        rows: `requests` on the device.
+        """
         _, inputs = self._moet_pass
         count = len(requests)
-        metadata, slots = self._decode_metadata(requests, tokens)
+        metadata, slots = self._decode_metadata(requests, rows, tokens)
         chosen = {
             **inputs,
             "input_ids": _of(inputs["input_ids"], tokens),
@@ -179,33 +180,33 @@ class GateV1:
         return hidden
 
     def _decode_metadata(
-        self, requests: NDArray[np.int64], tokens: Tensor
+        self, requests: NDArray[np.int64], rows: Tensor, tokens: Tensor
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Attention metadata and KV slots by layer, of a step that decodes one token a request."""
         count = len(requests)
-        rows = torch.from_numpy(requests)
-        on_device = rows.to(self.device)
-        lengths = self.optimistic_seq_lens_cpu[rows]
+        lengths = self.optimistic_seq_lens_cpu[torch.from_numpy(requests)]
         starts = torch.arange(count + 1, dtype=torch.int32)
+        starts_on_device = torch.arange(count + 1, dtype=torch.int32, device=self.device)
+        seq_lens = self.seq_lens[rows]
         metadata: dict[str, Any] = {}
         slots: dict[str, Tensor] = {}
         for group, spec in enumerate(self.kv_cache_config.kv_cache_groups):
             table = self.input_batch.block_table[group]
             slot_mapping = table.slot_mapping.gpu[tokens]
             common = CommonAttentionMetadata(
-                query_start_loc=starts.to(self.device),
+                query_start_loc=starts_on_device,
                 query_start_loc_cpu=starts,
-                seq_lens=self.seq_lens[on_device],
+                seq_lens=seq_lens,
                 seq_lens_cpu_upper_bound=lengths,
                 num_reqs=count,
                 num_actual_tokens=count,
                 max_query_len=1,
                 max_seq_len=int(lengths.max()),
-                block_table_tensor=table.get_device_tensor(self.input_batch.num_reqs)[on_device],
+                block_table_tensor=table.get_device_tensor(self.input_batch.num_reqs)[rows],
                 slot_mapping=slot_mapping,
                 causal=True,
                 is_prefilling=torch.zeros(count, dtype=torch.bool),
-                positions=(lengths - 1).to(self.device, torch.int64),
+                positions=seq_lens.long() - 1,
             )
             for attention in self.attn_groups[group]:
                 built = attention.build_metadata(common)

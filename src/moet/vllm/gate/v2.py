@@ -2,8 +2,8 @@
 
 Here logits are computed in `sample`, by the model's `compute_logits`, so the decision is made right
 behind that call: before grammar masks, with the hidden states in hand, which are overwritten in
-place (prompt log-probabilities are computed from them later). The second pass is the same as in the
-first runner (`v1.py`): a decode step of the doubtful tokens alone, without CUDA graphs.
+place (prompt log-probabilities are computed from them later). The second pass is a decode step of
+the doubtful tokens alone (`second_pass.py`).
 
 A CUDA graph sees no marks (`known_at_fp4`), so a step that has some runs without: as pieces, each
 launched. When every token fires, there is no second pass: the graphs themselves run at FP4 then
@@ -12,7 +12,6 @@ launched. When every token fires, there is no second pass: the graphs themselves
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,12 +20,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from vllm.config import CUDAGraphMode
-from vllm.forward_context import get_forward_context, set_forward_context
-from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
+from vllm.forward_context import get_forward_context
+from vllm.utils.torch_utils import async_tensor_h2d
 
 from moet.errors import UnsupportedError
 from moet.vllm.gate.checks import check_cache
-from moet.vllm.gate.gate import Gate, confidence, known_at_fp4
+from moet.vllm.gate.gate import Gate, known_at_fp4, most_likely
+from moet.vllm.gate.second_pass import SecondPass
 from moet.vllm.phase import Fp4Tokens, mark_fp4_tokens
 from moet.vllm.rank import RankExperts
 
@@ -35,22 +35,19 @@ class GateV2:
     """Before vLLM's runner class among the bases (`install.py`).
 
     moet_gate: None where only prompts run at FP4. moet_prompts_fp4: whether they do. moet_runtime:
-    the rank's, which runs all experts at FP4 when it is told to.
+    the rank's, which runs all experts at FP4 when it is told to. moet_second: if there is a gate.
     """
 
     moet_runtime: RankExperts
     moet_gate: Gate | None
     moet_prompts_fp4: bool
-    vllm_config: Any
-    kv_cache_config: Any
-    attn_groups: Any
+    moet_second: SecondPass | None = None
+    execute_model_state: Any
     req_states: Any
-    model_state: Any
     cudagraph_manager: Any
     device: torch.device
     model: Any
     _moet_marks: NDArray[np.bool_] | None = None  # of the step that runs
-    _moet_tables: tuple[tuple[Tensor, ...], Tensor]  # its block tables and KV slots, by group
     _moet_step: Any = None  # hidden states and batch, while logits are being computed
     _moet_all_at_fp4 = False  # the step that runs
 
@@ -85,7 +82,22 @@ class GateV2:
                 "prompts run as one CUDA graph, which cannot run some of their tokens at FP4.",
                 'Start with --compilation-config \'{"cudagraph_mode": "FULL_AND_PIECEWISE"}\'.',
             )
+        self.moet_second = None if self.moet_gate is None else SecondPass(self)
         return made
+
+    def capture_model(self, *, profile_only: bool = False) -> int:
+        """Also the second pass. profile_only: to learn what graphs take, with a KV cache that is
+        given up afterwards."""
+        size: int = super().capture_model(profile_only=profile_only)  # type: ignore[misc]
+        if self.moet_second is not None:
+            size += self.moet_second.capture()
+            if profile_only:
+                self.moet_second = None
+        return size
+
+    def shutdown(self) -> None:
+        self.moet_second = None
+        super().shutdown()  # type: ignore[misc]
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         gate = self.moet_gate
@@ -94,11 +106,24 @@ class GateV2:
             everything = gate.everything
             self._moet_all_at_fp4 = self.moet_runtime.all_at_fp4(everything) and everything
         try:
-            return super().execute_model(  # type: ignore[misc]
+            made = super().execute_model(  # type: ignore[misc]
                 scheduler_output, *args, **kwargs
             )
         finally:
             self._run_pieces_by_graph(True)
+        if gate is not None and gate.tau > 0:
+            self._keep_hidden_states()
+        return made
+
+    def _keep_hidden_states(self) -> None:
+        """What graphs of pieces have left lies in the pool of all graphs, where the second pass's
+        would write over it."""
+        state = self.execute_model_state
+        own = getattr(self.cudagraph_manager, "hidden_states", None)
+        if state is None or state.hidden_states is None:
+            return
+        if own is None or state.hidden_states.data_ptr() != own.data_ptr():
+            self.execute_model_state = state._replace(hidden_states=state.hidden_states.clone())
 
     def gather_batch_req_state(self, scheduler_output: Any, dummy_run: bool) -> Any:
         """Also what vLLM chooses the step's graph by: without a uniform length, it takes none that
@@ -113,10 +138,6 @@ class GateV2:
             return batch, length
         self._run_pieces_by_graph(False)
         return batch, None
-
-    def prepare_attn(self, input_batch: Any) -> tuple[tuple[Tensor, ...], Tensor]:
-        self._moet_tables = super().prepare_attn(input_batch)  # type: ignore[misc]
-        return self._moet_tables
 
     def sample(self, hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> Any:
         self._moet_step = hidden_states, input_batch
@@ -172,82 +193,38 @@ class GateV2:
         if self._moet_step is None or gate is None or gate.tau <= 0:
             return logits  # also for prompt log-probabilities
         states, batch = self._moet_step
-        start = time.perf_counter()
-        fired = self._fired(gate, batch, logits)
-        if self._moet_all_at_fp4 or not fired.size:
+        fired, before = self._fired(gate, batch, logits)
+        if before is None or not fired.size:
             return logits
-        rows = torch.from_numpy(fired).to(self.device)
-        tokens = batch.logits_indices[rows]
-        states[tokens] = self._tokens_again(batch, fired, rows, tokens)
-        again = compute(states[tokens], *args, **kwargs)
-        gate.flipped += int((again.argmax(-1) != logits[rows].argmax(-1)).sum())
-        gate.seconds += time.perf_counter() - start
-        logits[rows] = again
+        assert self.moet_second is not None
+        with gate.stopwatch.timed(self.device):
+            rows = async_tensor_h2d(fired, self.device)
+            tokens = batch.logits_indices[rows]
+            hidden_again, replayed = self.moet_second.run(batch, fired, rows, tokens)
+            again = compute(hidden_again, *args, **kwargs)
+            states[tokens] = hidden_again
+            logits[rows] = again
+            gate.count_flips(before[rows], again.argmax(-1))
+            gate.replays += replayed
         return logits
 
-    def _fired(self, gate: Gate, batch: Any, logits: Tensor) -> NDArray[np.int64]:
-        """The requests of the step, by index, whose last token fires: int64 [n], ascending."""
+    def _fired(
+        self, gate: Gate, batch: Any, logits: Tensor
+    ) -> tuple[NDArray[np.int64], Tensor | None]:
+        """The requests of the step, by index, whose last token fires: int64 [n], ascending; and the
+        most likely successor of all requests' last tokens, int64 [requests], None if all are at FP4
+        already: then nothing need be waited for."""
         ends = batch.num_computed_tokens_np + batch.num_scheduled_tokens
         asked = (ends >= batch.prefill_len_np).nonzero()[0]  # not of pieces of prompts
         prompts = self.req_states.prompt_len.np[batch.idx_mapping_np]
+        confidence, successors = np.zeros(len(ends), np.float32), None
+        if not self._moet_all_at_fp4:
+            confidence, successors = most_likely(logits)
         fires = gate.decide(
             [batch.req_ids[request] for request in asked.tolist()],
             ends[asked].astype(np.int64) - 1,
             prompts[asked].astype(np.int64) - 1,
-            # All fire: nothing need be waited for.
-            np.zeros(asked.size, np.float32)
-            if self._moet_all_at_fp4
-            else confidence(logits)[asked],
-            again=not self._moet_all_at_fp4,
+            confidence[asked],
+            again=successors is not None,
         )
-        return np.asarray(asked[fires], np.int64)
-
-    def _tokens_again(
-        self, batch: Any, requests: NDArray[np.int64], rows: Tensor, tokens: Tensor
-    ) -> Tensor:
-        """Those requests' last tokens at FP4: hidden states, [n, hidden].
-
-        requests: indices in the step; rows: the same on the device. tokens: of the step.
-        """
-        tables, slots = self._moet_tables
-        count = len(requests)
-        starts = torch.arange(count + 1, dtype=torch.int32)
-        lengths = batch.seq_lens_cpu_upper_bound[torch.from_numpy(requests)]
-        slots = slots[:, tokens]
-        metadata = build_attn_metadata(
-            attn_groups=self.attn_groups,
-            num_reqs=count,
-            num_tokens=count,
-            query_start_loc_gpu=starts.to(self.device),
-            query_start_loc_cpu=starts,
-            max_query_len=1,
-            seq_lens=batch.seq_lens[rows],
-            max_seq_len=int(lengths.max()),
-            block_tables=[table[rows] for table in tables],
-            slot_mappings=slots,
-            kv_cache_config=self.kv_cache_config,
-            seq_lens_cpu_upper_bound=lengths,
-            positions=batch.positions[tokens],
-            is_prefilling=torch.zeros(count, dtype=torch.bool),
-        )
-        inputs = {
-            "input_ids": batch.input_ids,
-            "positions": batch.positions,
-            "inputs_embeds": None,
-            "intermediate_tensors": None,
-            **self.model_state.prepare_inputs(batch, self.req_states),
-        }
-        with set_forward_context(
-            metadata,
-            self.vllm_config,
-            num_tokens=count,
-            slot_mapping=build_slot_mappings_by_layer(slots, self.kv_cache_config),
-        ):
-            mark_fp4_tokens(get_forward_context(), Fp4Tokens(np.ones(count, np.bool_), again=True))
-            hidden: Tensor = self.model(**{name: _of(of, tokens) for name, of in inputs.items()})
-        return hidden
-
-
-def _of(value: Any, tokens: Tensor) -> Any:
-    """The part of a model input, [tokens] or [dimensions, tokens], that belongs to `tokens`."""
-    return value[..., tokens] if isinstance(value, Tensor) else value
+        return np.asarray(asked[fires], np.int64), successors
