@@ -3,12 +3,14 @@
     PYTHONPATH=src:. python -m benchmarks.gate_gpu MODEL --pack PACK --level N --name NAME
 
 One engine of vLLM with CUDA graphs and all rows in GPU memory; τ is changed between the settings
-(1 is FP4, 0 the base). Of every setting:
+(1 is FP4, 0 the base; at 0.01 hardly any token is in doubt). At last the second pass's graphs are
+given up, and the settings with many are measured once more, launched piece by piece. Of each:
 
 * the KL of the next token's distribution to FP4's, over the whole vocabulary, at the ends of the
   windows of models/nano-moe; top-1 agreement; the share of tokens that the gate decided again;
-* tokens a second of decoding alone, by streams: two runs of different length, subtracted; the
-  median of three.
+* by streams, tokens a second of decoding alone: two runs of different length, subtracted; the
+  median of three; meanwhile, the share of tokens decided again, of steps with a second pass, and
+  what a second pass took.
 
 Writes bench/results/gate-NAME.json.
 """
@@ -26,12 +28,29 @@ from vllm import LLM, SamplingParams, TokensPrompt
 
 from moet.bench.results import Row, write_result
 from moet.eval.heldout import read_heldout
+from moet.vllm.worker import MoetWorkerExtension
 
-SETTINGS = {"fp4": 1.0, "base": 0.0, "tau-0.4": 0.4, "tau-0.6": 0.6, "tau-0.8": 0.8}
+SETTINGS = {
+    "fp4": 1.0,
+    "base": 0.0,
+    "tau-0.01": 0.01,
+    "tau-0.4": 0.4,
+    "tau-0.6": 0.6,
+    "tau-0.8": 0.8,
+}
 STREAMS = (1, 16)
 PROMPT, SHORT, LONG = 64, 8, 136  # tokens
 
-Counts = tuple[float, ...]
+Counts = dict[str, float]
+
+
+class GateBenchmarkExtension(MoetWorkerExtension):
+    """In the worker's process."""
+
+    model_runner: Any
+
+    def moet_release_second_pass(self) -> None:
+        self.model_runner.moet_second.graphs.release_graphs()
 
 
 def main() -> None:
@@ -54,7 +73,7 @@ def boot(model: Path, pack: Path) -> LLM:
         model=str(model),
         quantization="moet",
         additional_config={"moet": {"pack": str(pack), "gate": {}, **sizes}},
-        worker_extension_cls="moet.vllm.worker.MoetWorkerExtension",
+        worker_extension_cls="benchmarks.gate_gpu.GateBenchmarkExtension",
         dtype="bfloat16",
         max_model_len=1024,
         max_num_seqs=max(STREAMS),
@@ -69,46 +88,51 @@ def boot(model: Path, pack: Path) -> LLM:
 def measure(llm: LLM, ids: list[list[int]], options: argparse.Namespace) -> list[Row]:
     fp4: np.ndarray | None = None
     rows: list[Row] = []
-    for setting, tau in SETTINGS.items():
-        llm.collective_rpc("moet_gate", args=(tau, 1.0))
-        before = counts(llm)
-        logprobs = distributions(llm, ids)
-        now = counts(llm)
-        fp4 = logprobs if fp4 is None else fp4
-        kl = (np.exp(fp4) * (fp4 - logprobs)).sum(-1)
-        speeds = {f"tok_s_{n}": speed(llm, ids[:n]) for n in STREAMS}
-        after = counts(llm)
-        rows.append(
-            {
+    doubts = {setting: tau for setting, tau in SETTINGS.items() if 0.1 < tau < 1}
+    for by, settings in (("graph", SETTINGS), ("pieces", doubts)):
+        if by == "pieces":
+            llm.collective_rpc("moet_release_second_pass")
+        for setting, tau in settings.items():
+            llm.collective_rpc("moet_gate", args=(tau, 1.0))
+            before = counts(llm)
+            logprobs = distributions(llm, ids)
+            fp4 = logprobs if fp4 is None else fp4
+            kl = (np.exp(fp4) * (fp4 - logprobs)).sum(-1)
+            row: Row = {
                 "model": options.model.name,
                 "setting": setting,
                 "level": options.level,
                 "tau": tau,
+                "second_pass": by if 0 < tau < 1 else "none",
                 "positions": len(kl),
                 "kl": float(kl.mean()),
                 "kl_se": float(kl.std(ddof=1) / np.sqrt(len(kl))),
                 "top1": float((fp4.argmax(-1) == logprobs.argmax(-1)).mean()),
-                "fired": share(before, now),
-                "fired_decoding": share(now, after),
-                "second_pass_ms": 1e3 * (after[2] - now[2]) / max(1, after[3] - now[3]),
-                **speeds,
+                "fired": share(before, counts(llm), "fired", "tokens"),
             }
-        )
-        print(rows[-1], flush=True)
+            for streams in STREAMS:
+                before = counts(llm)
+                row[f"tok_s_{streams}"] = speed(llm, ids[:streams])
+                now = counts(llm)
+                row[f"fired_{streams}"] = share(before, now, "fired", "tokens")
+                row[f"gated_{streams}"] = share(before, now, "second_passes", "steps")
+                row[f"replayed_{streams}"] = share(before, now, "replays", "second_passes")
+                ms = 1e3 * share(before, now, "seconds", "second_passes")
+                row[f"second_pass_ms_{streams}"] = ms
+            rows.append({key: round(v, 4) if isinstance(v, float) else v for key, v in row.items()})
+            print(rows[-1], flush=True)
     return rows
 
 
-def share(before: Counts, after: Counts) -> float:
-    """Of the tokens that the gate has looked at meanwhile, those that fired."""
-    return (after[1] - before[1]) / max(1, after[0] - before[0])
+def share(before: Counts, after: Counts, part: str, whole: str) -> float:
+    """How much one of the gate's counts has grown meanwhile, by the growth of another."""
+    return (after[part] - before[part]) / max(1, after[whole] - before[whole])
 
 
 def counts(llm: LLM) -> Counts:
-    """Tokens that the gate has looked at, those that fired, and second passes: seconds, number."""
+    """What the gate has counted so far."""
     (stats,) = llm.collective_rpc("moet_stats")
-    of: dict[str, Any] = {figure["name"]: figure["value"] for figure in stats["further"]}
-    names = ("gate_tokens", "gate_fired", "gate_seconds", "gate_second_passes")
-    return tuple(of[name] for name in names)
+    return {of["name"].removeprefix("gate_"): of["value"] for of in stats["further"]}
 
 
 def distributions(llm: LLM, ids: list[list[int]]) -> np.ndarray:

@@ -111,7 +111,7 @@ class GateV2:
             )
         finally:
             self._run_pieces_by_graph(True)
-        if gate is not None and gate.tau > 0:
+        if gate is not None and gate.tau > 0 and not self._moet_all_at_fp4:
             self._keep_hidden_states()
         return made
 
