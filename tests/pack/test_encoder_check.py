@@ -1,4 +1,4 @@
-"""What an encoder makes of each layer's first expert is compared with the CPU's rows."""
+"""What an encoder makes of the first expert of each kind is compared with the CPU's rows."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import pytest
 
 from moet.checkpoints import Checkpoint
 from moet.errors import PackError
-from moet.pack import encode as encoding
 from moet.pack import write_pack
-from moet.pack.encode import EncodedRows, RowEncoder
+from moet.pack.encode import EncodedRows, RowEncoder, encode_rows
 from moet.quantize.data_free import DataFreeQuantizer
 from tests.fixtures.checkpoints import write_checkpoint
 
@@ -27,7 +26,7 @@ class Encoder(RowEncoder):
     def encode(self, source, layout) -> EncodedRows:
         expert = self._next.get(layout.layer, 0)  # one worker: they come in order
         self._next[layout.layer] = expert + 1
-        rows = encoding._encode(self._checkpoint, DataFreeQuantizer(), layout, expert, source)
+        rows = encode_rows(self._checkpoint, DataFreeQuantizer(), layout, expert, source)
         return self._change(rows) if (layout.layer, expert) == self._place else rows
 
 
@@ -46,17 +45,30 @@ CHANGES = {
 }
 
 
+def check(model: Path, out: Path, layer: int, what: str) -> None:
+    with Checkpoint.open(model) as checkpoint:
+        encoder = Encoder(checkpoint, CHANGES[what], layer, expert=0)
+        message = f"layer {layer}, expert 0: the GPU's {what} differ"
+        with pytest.raises(PackError, match=message) as error:
+            write_pack(checkpoint, out, quantizer=DataFreeQuantizer(), encoder=encoder, workers=1)
+        assert "--device cpu" in error.value.hint
+
+
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_wrong_encoder_is_noticed(tmp_path: Path, what: str) -> None:
+    """Before a layer is taken for finished."""
     model = write_checkpoint(
         tmp_path / "model", family="qwen3_moe", format="bf16", experts=2, layers=2, top_k=1
     )
-    with Checkpoint.open(model) as checkpoint:
-        encoder = Encoder(checkpoint, CHANGES[what], layer=1, expert=0)
-        with pytest.raises(PackError, match=f"layer 1, expert 0: the GPU's {what} differ") as error:
-            write_pack(
-                checkpoint, tmp_path / "pack", quantizer=DataFreeQuantizer(), encoder=encoder,
-                workers=1,
-            )  # fmt: skip
-        assert "--device cpu" in error.value.hint
+    check(model, tmp_path / "pack", 0, what)
     assert not (tmp_path / "pack").exists()
+    assert not list((tmp_path / "pack.partial").glob("*.safetensors"))
+
+
+def test_with_layers_of_two_kinds(tmp_path: Path) -> None:
+    """The draft layer is BF16: a kind of its own."""
+    model = write_checkpoint(
+        tmp_path / "model", "glm4_moe", "nvfp4", experts=2, layers=3, top_k=1, mtp_format="bf16"
+    )
+    check(model, tmp_path / "pack", 3, "FP4 row")
+    check(model, tmp_path / "again", 1, "FP4 factors")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from moet.checkpoints.base import PROJECTIONS, ExpertSource, ExpertWeights, MatrixSource
 from moet.checkpoints.reader import Checkpoint
-from moet.errors import PackError
 from moet.formats.base import FORMATS
 from moet.formats.fp4 import fp4_matrix
 from moet.formats.layout import Matrix, Precision, RowLayout, encode_row
@@ -48,62 +47,36 @@ class RowEncoder(ABC):
         """None for an expert that this module should encode, or say why it cannot; thread-safe."""
 
 
+ExpertEncoder = Callable[[ExpertSource, LayerLayout, int], EncodedRows | None]
+
+
 def encode_expert(
     checkpoint: Checkpoint,
     quantizer: BaseQuantizer,
     layout: LayerLayout,
     expert: int,
-    encoder: RowEncoder | None = None,
+    encoder: ExpertEncoder | None = None,
 ) -> tuple[EncodedRows, bytes | None]:
     """Reads and encodes one expert of `layout.layer`; thread-safe.
 
     Returns also, where its FP4 stays in the checkpoint, the BLAKE3 of the checkpoint's bytes.
-    What an encoder makes of a layer's first expert is compared with what the quantizer does.
-    Raises CheckpointError naming the tensor that cannot be read or decoded, PackError for an
-    encoder that is wrong.
+    encoder: asked first; the quantizer takes the experts that it refuses.
+    Raises CheckpointError naming the tensor that cannot be read or decoded.
     """
     source = checkpoint.read_expert(layout.layer, expert)
     digest = None if layout.fp4_in_pack else _source_digest(source)
-    rows = None if encoder is None else encoder.encode(source, layout)
-    if rows is None:
-        return _encode(checkpoint, quantizer, layout, expert, source), digest
-    if expert == 0:
-        _compare(rows, _encode(checkpoint, quantizer, layout, expert, source), layout)
-    return rows, digest
+    rows = None if encoder is None else encoder(source, layout, expert)
+    return rows or encode_rows(checkpoint, quantizer, layout, expert, source), digest
 
 
-def _compare(found: EncodedRows, expected: EncodedRows, layout: LayerLayout) -> None:
-    """Raises PackError where an encoder's rows of a layer's first expert are not the quantizer's:
-    drivers, compilers and other GPUs than ours may have errors that no test of ours has met."""
-    nothing = np.empty(0)
-    pairs: dict[str, tuple[NDArray[Any] | None, NDArray[Any] | None]] = {
-        "base row": (found.base, expected.base),
-        "base factors": (found.base_factor, expected.base_factor),
-        "FP4 row": (found.fp4, expected.fp4),
-        "FP4 factors": (found.fp4_factor, expected.fp4_factor),
-    }
-    wrong = [
-        name
-        for name, (one, other) in pairs.items()
-        if not np.array_equal(nothing if one is None else one, nothing if other is None else other)
-    ]
-    if found.statistics != expected.statistics:
-        wrong.append("statistics")
-    if wrong:
-        raise PackError(
-            f"layer {layout.layer}, expert 0: the GPU's {' and '.join(wrong)} differ from the "
-            "CPU's.",
-            "Pack with --device cpu, and report this.",
-        )
-
-
-def _encode(
+def encode_rows(
     checkpoint: Checkpoint,
     quantizer: BaseQuantizer,
     layout: LayerLayout,
     expert: int,
     source: ExpertSource,
 ) -> EncodedRows:
+    """The rows of an expert that was read, on the CPU; raises as `encode_expert` does."""
     weights = checkpoint.decode_expert(layout.layer, expert, source)
     values = Expert(*(weight.numpy() for weight in weights))
     quantized = quantizer.quantize_expert(values, layout.layer, expert)

@@ -13,8 +13,8 @@ from moet.checkpoints.base import PROJECTIONS
 from moet.checkpoints.reader import Checkpoint
 from moet.formats.base import FORMATS
 from moet.formats.layout import Precision
-from moet.pack.encode import RowEncoder, encode_expert
-from moet.pack.files import sync_directory, write_exact, writing
+from moet.pack.encode import ExpertEncoder, encode_expert
+from moet.pack.files import U8, begin_writeback, sync_directory, write_exact, writing
 from moet.pack.layer import Arrays, LayerLayout, layer_file_name, slice_digests
 from moet.pack.manifest import Fp4, LayerEntry, Recipe, Source
 from moet.pack.statistics import layer_statistics
@@ -35,7 +35,7 @@ class LayerWriter:
         layout: LayerLayout,
         recipe: Recipe,
         directory: Path,
-        encoder: RowEncoder | None = None,
+        encoder: ExpertEncoder | None = None,
     ) -> None:
         self._encoder = encoder
         self._checkpoint, self._quantizer, self._layout = checkpoint, quantizer, layout
@@ -63,10 +63,10 @@ class LayerWriter:
         arrays["fp4_factor"][expert] = done.fp4_factor
         fd, written = self._open(), done.base.nbytes
         with writing(self._path):
-            write_exact(fd, done.base, layout.row_offset(Precision.BASE, expert))
+            self._write_row(fd, done.base, Precision.BASE, expert)
             if done.fp4 is not None:
                 arrays["fp4_blake3"][expert] = slice_digests(layout.fp4, done.fp4)
-                write_exact(fd, done.fp4, layout.row_offset(layout.fp4.precision, expert))
+                self._write_row(fd, done.fp4, layout.fp4.precision, expert)
                 written += done.fp4.nbytes
         if source_digest is not None:
             arrays["fp4_index"][expert] = self._index(expert)
@@ -78,13 +78,15 @@ class LayerWriter:
         """Makes the file durable, and describes it; returns also the bytes written."""
         layout, fd = self._layout, self._open()
         tail = layout.join_tail(self._arrays)
-        with writing(self._path):
-            write_exact(fd, tail, layout.tail_start)
-            write_exact(fd, layout.header, 0)
-            os.fsync(fd)
+        try:
+            with writing(self._path):
+                write_exact(fd, tail, layout.tail_start)
+                write_exact(fd, layout.header, 0)
+                os.fsync(fd)
+                self._temporary.replace(self._path)
+                sync_directory(self._path.parent)
+        finally:
             self.close()
-            self._temporary.replace(self._path)
-            sync_directory(self._path.parent)
         entry = LayerEntry(
             layer=layout.layer,
             file=self._path.name,
@@ -112,6 +114,11 @@ class LayerWriter:
                 with writing(self._path):
                     self._file = self._temporary.open("wb", buffering=0)
             return self._file.fileno()
+
+    def _write_row(self, fd: int, row: U8, precision: Precision, expert: int) -> None:
+        offset = self._layout.row_offset(precision, expert)
+        write_exact(fd, row, offset)
+        begin_writeback(fd, offset, row.nbytes)
 
     def _index(self, expert: int) -> list[list[tuple[int, int, int]]]:
         """(file number, offset, bytes) of each part of gate, up and down."""

@@ -1,16 +1,17 @@
 """Writing a pack: the checkpoint streams through, file by file, expert by expert.
 
 Each worker reads, decodes, quantizes, encodes and writes one expert at a time, so that memory holds
-as many experts as there are workers, whatever the size of the model.
+as many experts as there are workers, whatever the size of the model. A complete layer is synced
+while later ones are packed.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +19,10 @@ from moet import __version__
 from moet.checkpoints.reader import Checkpoint
 from moet.errors import ConfigError, PackError
 from moet.formats.layout import MAX_SLICES, Precision, max_slices
-from moet.pack.encode import RowEncoder
+from moet.pack.encode import ExpertEncoder, RowEncoder
+from moet.pack.encoder_check import CheckedEncoder
 from moet.pack.files import writing
+from moet.pack.finishing import Finisher
 from moet.pack.identity import geometry_of, model_of
 from moet.pack.layer import LayerLayout
 from moet.pack.layer_writer import LayerWriter
@@ -77,15 +80,16 @@ def write_pack(
             Default: 8, or what the experts' width allows.
         with_fp4: store FP4 rows in the pack even where the checkpoint has them.
         workers: threads; default: one a core, up to 16.
-        encoder: makes the rows of level 0 in the quantizer's place, to the same bits.
+        encoder: makes the rows of level 0 in the quantizer's place, to the same bits, which is
+            checked with the first expert of each kind.
         overwrite: replace the pack in `out`; start anew where an unfinished one is of another kind.
 
     The pack appears in `out` when it is complete and durable; until then it is in `out`.partial.
     The bytes depend on the checkpoint, the quantizer and the settings only.
 
     Raises PackError when `out` cannot be written, is taken, is being written by another process,
-    or the disk is too small; CheckpointError, UnsupportedError for a checkpoint that cannot be
-    packed; ConfigError for impossible settings.
+    the disk is too small or the encoder is wrong; CheckpointError, UnsupportedError for a
+    checkpoint that cannot be packed; ConfigError for impossible settings.
     """
     if encoder is not None and quantizer.level != 0:
         raise ConfigError(f"the encoder makes rows of level 0, not of level {quantizer.level}.")
@@ -105,28 +109,33 @@ def write_pack(
         )
         _check_space(workspace.partial, work, checkpoint.shards.room if todo else 0)
         progress.start(work)
-        writers = {
-            layout.layer: LayerWriter(
-                checkpoint, quantizer, layout, recipe, workspace.partial, encoder
+        with ExitStack() as stack:
+            encode: ExpertEncoder | None = None
+            check: Callable[[], None] | None = None
+            if encoder is not None:
+                checked = stack.enter_context(CheckedEncoder(encoder, checkpoint, quantizer))
+                encode, check = checked.encode, checked.check
+            writers = {
+                layout.layer: LayerWriter(
+                    checkpoint, quantizer, layout, recipe, workspace.partial, encode
+                )
+                for layout in todo
+            }
+            stack.callback(_close, writers)
+            finisher = stack.enter_context(Finisher(workspace, progress, check))
+            pool = stack.enter_context(
+                ThreadPoolExecutor(workers or _default_workers(), "moet-pack")
             )
-            for layout in todo
-        }
-        # A quantizer that needs the layers in order reads some files of the checkpoint again.
-        runs = [[layer] for layer in writers] if quantizer.in_order else [list(writers)]
-        steps = [step for layers in runs for step in schedule(checkpoint, layers)]
-        entries = list(workspace.finished)
-        with ThreadPoolExecutor(workers or _default_workers(), "moet-pack") as pool:
+            # A quantizer that needs the layers in order reads some files of the checkpoint again.
+            runs = [[layer] for layer in writers] if quantizer.in_order else [list(writers)]
+            steps = [step for layers in runs for step in schedule(checkpoint, layers)]
             try:
                 with closing(_write(pool, checkpoint, writers, steps, progress)) as complete:
                     for layer in complete:
-                        entry, written = writers.pop(layer).finish(fp4[layer])
-                        workspace.add(entry)
-                        entries.append(entry)
-                        progress.advance(0, written)
-                        progress.finish_layer(layer)
+                        finisher.begin(writers.pop(layer), fp4[layer])
             finally:
-                for writer in writers.values():
-                    writer.close()
+                finisher.settle()
+        entries = [*workspace.finished, *finisher.entries]
         entries.sort(key=lambda entry: entry.layer)
         manifest = workspace.complete or seal(recipe, entries)
         workspace.publish(manifest)
@@ -171,6 +180,11 @@ def _write(
         for file in step.drop:
             shards.drop(file)
         shards.drop(step.file, step.keep)
+
+
+def _close(writers: Mapping[int, LayerWriter]) -> None:
+    for writer in writers.values():
+        writer.close()
 
 
 def _plan(
