@@ -9,8 +9,11 @@ largest resident set, start_rss_mb what it held before the checkpoint was opened
 numba); the names and places of its tensors take about 1 kB a tensor, the rest does not depend on
 the size. The files were just written, so they are read from the page cache: this measures the
 packer, not the disk. With --cold they are dropped from the cache first, and read_gb_per_s is what
-as many threads read from the same files, dropped as well, without doing anything with it. Writes
-bench/results/packing-cpu.json.
+as many threads read from the same files, dropped as well, without doing anything with it. The pack
+goes to the disk that the checkpoint is on; with --also it is made once more elsewhere, such as in
+memory, so that what the disk reads is told from what it writes. seconds is the run of
+`moet.pack.write_pack`, all syncs included; start_seconds what the process took before it: Python's
+start, imports, CUDA's context and loading the kernels. Writes bench/results/packing-cpu.json.
 """
 
 from __future__ import annotations
@@ -22,10 +25,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
+import psutil
 from safetensors.torch import save_file
 
 from moet.bench.results import Row, write_result
@@ -49,7 +54,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=min(len(os.sched_getaffinity(0)), 16))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--cold", action="store_true", help="read from the disk, not its cache")
-    parser.add_argument("--packs", type=Path, help="where packs go; default: beside the checkpoint")
+    parser.add_argument("--also", type=Path, help="where each pack is made a second time")
     parser.add_argument("--directory", type=Path, help="where to write; default: a temporary one")
     parser.add_argument("--output", type=Path, default=RESULT)
     options = parser.parse_args()
@@ -58,13 +63,14 @@ def main() -> None:
         model, _, sizes = argument.partition("=")
         for size in map(float, sizes.split(",")):
             with tempfile.TemporaryDirectory(dir=options.directory) as directory:
-                rows.append(measure(model, size, options, Path(directory)))
-            print(rows[-1], flush=True)
+                for row in measure(model, size, options, Path(directory)):
+                    rows.append(row)
+                    print(row, flush=True)
     write_result(options.output, rows)
 
 
-def measure(model: str, gib: float, options: argparse.Namespace, directory: Path) -> Row:
-    """One row of the result: `gib` GiB of `model`'s experts, packed in a new process."""
+def measure(model: str, gib: float, options: argparse.Namespace, directory: Path) -> Iterator[Row]:
+    """Rows of the result: `gib` GiB of `model`'s experts, packed in new processes."""
     source = directory / "model"
     if ":" in model:
         family, format, widths = model.split(":")
@@ -75,14 +81,21 @@ def measure(model: str, gib: float, options: argparse.Namespace, directory: Path
         )  # fmt: skip
     else:
         repeat_layers(Path(model), source, gib * 2**30)
-    cold = {}
-    if options.cold:
-        drop_cache(source)
-        cold["read_gb_per_s"] = read_rate(source, options.workers)
-        drop_cache(source)
-    with tempfile.TemporaryDirectory(dir=options.packs or directory) as packs:
-        row = packed(source, Path(packs) / "pack", options.workers, options.device)
-    return {"model": Path(model).name, **row, **cold}
+    for place in (directory, options.also):
+        if place is None:
+            continue
+        row: Row = {"model": Path(model).name, "packs": place_of(place, source)}
+        if options.cold:
+            drop_cache(source)
+            row["read_gb_per_s"] = read_rate(source, options.workers)
+            drop_cache(source)
+        with tempfile.TemporaryDirectory(dir=place) as packs:
+            yield row | packed(source, Path(packs) / "pack", options.workers, options.device)
+
+
+def place_of(packs: Path, source: Path) -> str:
+    """Whether packs go where the checkpoint is."""
+    return "same disk" if packs.stat().st_dev == source.stat().st_dev else "elsewhere"
 
 
 def packed(model: Path, pack: Path, workers: int, device: str) -> Row:
@@ -154,7 +167,7 @@ def pack(model: str, out: str, workers: str, device: str) -> None:
     """In the process that is measured: packs, and prints the row as JSON."""
     with ExitStack() as stack:
         encoder = stack.enter_context(row_encoder(Device(device)))
-        start = peak_rss()
+        start, start_seconds = peak_rss(), time.time() - psutil.Process().create_time()
         checkpoint = stack.enter_context(Checkpoint.open(model))
         report = write_pack(
             checkpoint,
@@ -174,6 +187,7 @@ def pack(model: str, out: str, workers: str, device: str) -> None:
             "pack_gb": report.pack_bytes / 1e9,
             "layers": report.layers,
             "seconds": report.seconds,
+            "start_seconds": start_seconds,
             "gb_per_s": report.checkpoint_bytes / report.seconds / 1e9,
             "weights_per_s": weights / report.seconds,
             "start_rss_mb": start,
