@@ -2,14 +2,13 @@
 has no kernels there, loaded through vLLM's model class and compared up to the routed experts.
 
 The checkpoints are scaled down (`tests/fixtures/`) to sizes that the attention kernels take, with
-random weights; the packs are made on the fly, at 2 bits. A process of its own a family, if many are
-to run at the same time: `pytest -k FAMILY`.
+random weights; the packs are made on the fly, at 2 bits. `benchmarks/families.py` runs the families
+that are served at the same time, a process each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from moet.eval.pack import packed_experts
 from moet.formats import Precision
 from moet.pack import Pack, PackRowSource
 from tests.fixtures.checkpoints import write_checkpoint
+from tests.gpu.families import LOADED, SERVED, Case
 from tests.vllm.loading import check_experts, loaded
 from tests.vllm.plain import load_plain
 from tests.vllm.serving import (
@@ -43,44 +43,6 @@ SIZES = {"hidden": 256, "intermediate": 128, "top_k": 4}
 TOKENS = 12
 
 
-@dataclass(frozen=True)
-class Case:
-    """format: of the experts; written: arguments of `write_checkpoint`; options: of the engine."""
-
-    format: str
-    written: dict[str, Any] = field(default_factory=dict)
-    options: dict[str, Any] = field(default_factory=dict)
-
-
-MLA = {"qk_nope_head_dim": 128, "v_head_dim": 128}  # which FlashAttention has on Hopper
-TRITON = {"attention_backend": "TRITON_ATTN"}  # not every build of FlashAttention has heads of 64
-SERVED = {
-    "glm4_moe": Case("nvfp4", {"mtp_format": "bf16"}, TRITON),
-    "gpt_oss": Case("mxfp4", {"layers": 2}, TRITON),
-    # The vision tower is there; profiling it would need the processor's files.
-    "kimi_k25": Case("nvfp4", {"shape": MLA}, {"skip_mm_profiling": True}),
-    "kimi_k2": Case("int4_group", {"shape": MLA}),
-    # Text only: the vision tower is loaded below.
-    "llama4": Case(
-        "bf16", {"top_k": 1, "layers": 2}, TRITON | {"limit_mm_per_prompt": {"image": 0}}
-    ),
-    "llama4_text": Case("bf16", {"top_k": 1, "layers": 2}, TRITON),
-    "minimax_m2": Case("fp8_block", options=TRITON),
-    "qwen3_moe": Case("fp8_block", options=TRITON),
-    "qwen3_next": Case(
-        "bf16",
-        {"layers": 2, "mtp": False},
-        TRITON | {"additional_config": {"gdn_prefill_backend": "triton"}},
-    ),
-}
-LOADED = {
-    "deepseek_v4": Case("mxfp4", {"dense_fp8": True, "mtp": False}),
-    "deepseek_v4_0731": Case("mxfp4", {"dense_fp8": True, "mtp": False}),
-    "glm_moe_dsa": Case("nvfp4", {"mtp": False}),
-    "llama4": Case("bf16", {"top_k": 1, "layers": 2}),
-}
-
-
 def write(place: Path, family: str, case: Case) -> tuple[Path, Path]:
     """(checkpoint, pack)."""
     model = write_checkpoint(place / "model", family, case.format, **{**SIZES, **case.written})
@@ -88,8 +50,8 @@ def write(place: Path, family: str, case: Case) -> tuple[Path, Path]:
 
 
 class Served:
-    def __init__(self, model: Path, pack: Path, llm: Any) -> None:
-        self.model, self.pack, self.llm = model, Pack.open(pack), llm
+    def __init__(self, case: Case, model: Path, pack: Path, llm: Any) -> None:
+        self.case, self.model, self.pack, self.llm = case, model, Pack.open(pack), llm
         (stats,) = llm.collective_rpc("moet_stats")
         self.rows = sum(of["places"] for of in stats["tiers"] if of["tier"] == "gpu")
 
@@ -118,11 +80,16 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Se
         "enable_prefix_caching": False,
     }  # fmt: skip
     with engine(model, settings, **{**defaults, **case.options}) as llm:
-        yield Served(model, pack, llm)
+        yield Served(case, model, pack, llm)
 
 
-def test_served_is_what_transformers_computes(served: Served, tmp_path: Path) -> None:
-    """BF16 against float32: medians, since a few tokens are routed to other experts."""
+def test_served_is_what_transformers_computes(
+    served: Served, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """BF16 against float32: medians, since a few tokens are routed to other experts.
+
+    What it records is a row of `benchmarks/families.py`'s table.
+    """
     expected = {}
     opened = served.pack
     high = opened.layers[min(opened.layers)].layout.fp4.precision
@@ -134,8 +101,17 @@ def test_served_is_what_transformers_computes(served: Served, tmp_path: Path) ->
     found = torch.cat(prompt_logprobs(served.llm, IDS))
     error = (found - expected[Precision.BASE]).abs()
     other = (found - expected[high]).abs()
-    print("error", error.median(), error.max(), "to FP4", other.median(), other.max())
-    assert error.median() < 0.02
+    row = {
+        "family": served.case.name,
+        "format": served.case.format,
+        "tokens": len(error),
+        "median_error": round(float(error.median()), 4),
+        "median_to_fp4": round(float(other.median()), 4),
+    }
+    print(row, "largest", error.max(), other.max())
+    for key, value in row.items():
+        record_property(key, value)
+    assert error.median() < served.case.error
     # What the experts' precision changes is far more than what BF16 does.
     assert 3 * error.median() < other.median()
 
