@@ -86,7 +86,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Se
 def test_served_is_what_transformers_computes(
     served: Served, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    """BF16 against float32: medians, since a few tokens are routed to other experts.
+    """BF16 against float32: medians, since a few tokens are routed to other experts. How far BF16
+    alone goes, transformers in BF16 says.
 
     What it records is a row of `benchmarks/families.py`'s table.
     """
@@ -98,20 +99,24 @@ def test_served_is_what_transformers_computes(
             experts = packed_experts(source, precision)
             twin = load_plain(checkpoint, tmp_path / precision, experts)
             expected[precision] = torch.cat(reference_logprobs(twin, IDS))
+            if precision is Precision.BASE:
+                rounded = torch.cat(reference_logprobs(twin.bfloat16(), IDS))
     found = torch.cat(prompt_logprobs(served.llm, IDS))
     error = (found - expected[Precision.BASE]).abs()
+    rounding = (rounded - expected[Precision.BASE]).abs()
     other = (found - expected[high]).abs()
     row = {
         "family": served.case.name,
         "format": served.case.format,
         "tokens": len(error),
         "median_error": round(float(error.median()), 4),
+        "median_bf16": round(float(rounding.median()), 4),
         "median_to_fp4": round(float(other.median()), 4),
     }
     print(row, "largest", error.max(), other.max())
     for key, value in row.items():
         record_property(key, value)
-    assert error.median() < served.case.error
+    assert error.median() < 1.25 * rounding.median()
     # What the experts' precision changes is far more than what BF16 does.
     assert 3 * error.median() < other.median()
 

@@ -97,7 +97,7 @@ def reference_logprobs(model: torch.nn.Module, ids: list[list[int]]) -> list[tor
     """The same in transformers."""
     found = []
     for p in ids:
-        logprobs = model(torch.tensor([p])).logits[0, :-1].log_softmax(-1)
+        logprobs = model(torch.tensor([p])).logits[0, :-1].float().log_softmax(-1)
         found.append(logprobs.gather(1, torch.tensor(p[1:], dtype=torch.long)[:, None])[:, 0])
     return found
 
