@@ -14,9 +14,6 @@ constexpr int kDownUnits = HIDDEN / kDownRows;
 // PCIe is slow, but so few blocks saturate it that the others can do the rest meanwhile: rows in
 // host memory get this many blocks' time.
 constexpr float kRemoteBlocks = 8.0f;
-// An expert with more tokens than a pass takes does so many units a pass, so that it converts
-// activations seldom and reads the units again while the L2 cache has them.
-constexpr int kPassUnits = 4;
 constexpr int kNone = 0xFFFF;
 constexpr int kBitmapWords = (EXPERTS + 31) / 32;
 constexpr int kPairChunks = (kMaxPairs + 31) / 32;
@@ -209,25 +206,23 @@ struct Pass {
   int rank, unit, end, first, tokens;
 };
 
-// The passes of this block, one after another; all its warps walk alike.
+// The passes of this block, one after another; all its warps walk alike. A pass goes through all of
+// the block's units of an expert, for converting activations anew takes longer than reading weights.
 struct Passes {
   const Plan* plan_at;
-  int down, rank, unit = -1, first = 0;
+  int down, rank, first = 0;
 
   __device__ __forceinline__ Passes(const Plan& p, int d)
       : plan_at(&p), down(d), rank(p.first[d]) {}
 
   __device__ __forceinline__ bool next(Pass& pass) {
     const Plan& plan = *plan_at;
-    for (; rank < plan.end[down]; rank++, unit = -1) {
+    for (; rank < plan.end[down]; rank++, first = 0) {
       const int begin = plan.range[down][rank][0], end = plan.range[down][rank][1];
-      if (unit < 0) unit = begin;
-      if (unit >= end) continue;
-      const int count = plan.count[rank], step = tokens_per_pass(plan.precision[rank]);
-      const int units = count <= step ? end - begin : kPassUnits;
-      pass = {rank, unit, min(unit + units, end), first, min(count - first, step)};
+      if (begin >= end || first >= plan.count[rank]) continue;
+      const int step = tokens_per_pass(plan.precision[rank]);
+      pass = {rank, begin, end, first, min(plan.count[rank] - first, step)};
       first += step;
-      if (first >= count) first = 0, unit += units;
       return true;
     }
     return false;
