@@ -21,29 +21,31 @@ from tests.fixtures.checkpoints import write_checkpoint
 from tests.pack.test_round_trip import same_files
 
 
-class OneAtATime(LocalShards):
-    """Refuses to read what is not at hand: the file that was fetched last, and what was kept."""
+class AtHand(LocalShards):
+    """Refuses to read what is not at hand: files fetched and not dropped, and what was kept; and to
+    have more at hand than it says."""
 
-    def __init__(self, path: Path, files: Iterable[str]) -> None:
+    def __init__(self, path: Path, files: Iterable[str], ahead: int) -> None:
         super().__init__(path, files)
+        self.ahead = ahead
         self.fetched: list[str] = []
-        self.at_hand: str | None = None
+        self.at_hand: set[str] = set()
+        self.most_at_hand = 0
         self.kept: dict[str, set[int]] = {}
         self.most_kept = 0
 
     def fetch(self, file: str) -> None:
-        assert self.at_hand is None
-        self.at_hand = file
+        self.at_hand.add(file)
+        self.most_at_hand = max(self.most_at_hand, len(self.at_hand))
         self.fetched.append(file)
 
     def drop(self, file: str, keep: Iterable[TensorRef] = ()) -> None:
-        if file == self.at_hand:
-            self.at_hand = None
+        self.at_hand.discard(file)
         self.kept[file] = {ref.offset for ref in keep}
         self.most_kept = max(self.most_kept, sum(map(len, self.kept.values())))
 
     def read(self, ref: TensorRef, buffer: Tensor) -> None:
-        assert ref.file == self.at_hand or ref.offset in self.kept.get(ref.file, ())
+        assert ref.file in self.at_hand or ref.offset in self.kept.get(ref.file, ())
         super().read(ref, buffer)
 
 
@@ -65,7 +67,8 @@ def deal(path: Path, shards: int, seed: int) -> None:
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
 @pytest.mark.parametrize("dealt", [False, True], ids=["in-order", "dealt"])
-def test_one_file_at_a_time(tmp_path, family, dealt):
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_one_file_after_another(tmp_path, family, dealt, ahead):
     format = "mxfp4" if family == "gpt_oss" else "nvfp4"
     path = write_checkpoint(tmp_path / "model", family, format, shards=5, layers=3)
     if dealt:
@@ -74,12 +77,13 @@ def test_one_file_at_a_time(tmp_path, family, dealt):
     with Checkpoint.open(path) as checkpoint:
         write_pack(checkpoint, tmp_path / "expected", quantizer=quantizer)
     table = weight_map(path)
-    shards = OneAtATime(path, sorted(set(table.values())))
+    shards = AtHand(path, sorted(set(table.values())), ahead)
     with Checkpoint.assemble(path, "model", None, table, shards) as checkpoint:
         write_pack(checkpoint, tmp_path / "pack", quantizer=quantizer, workers=3)
         experts = {table[name] for name in table if checkpoint.is_expert_tensor(name)}
         total = sum(checkpoint.is_expert_tensor(name) for name in table)
     assert shards.fetched == sorted(experts)
+    assert shards.most_at_hand == min(1 + ahead, len(experts))
     assert not any(shards.kept.values())
     if not dealt and family == "deepseek_v3":  # an expert's nine tensors straddle a boundary
         assert shards.most_kept < 9

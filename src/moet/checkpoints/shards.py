@@ -25,9 +25,11 @@ class Shards(Closing):
 
     Attributes:
         room: bytes of disk that reading takes, if files are dropped after use.
+        ahead: how many files may be fetched before the first of them is dropped, beyond that one.
     """
 
     room: int = 0
+    ahead: int = 0
 
     @property
     @abstractmethod
@@ -61,6 +63,8 @@ class Shards(Closing):
 
 class LocalShards(Shards):
     """Files of a directory, opened once; raises CheckpointError when one cannot be."""
+
+    ahead = 1  # so that a file's last experts do not keep others waiting
 
     def __init__(self, path: Path, files: Iterable[str]) -> None:
         self._path = path

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from moet.checkpoints.base import PROJECTIONS, ExpertSource
+from moet.checkpoints.base import PROJECTIONS, ExpertSource, MatrixSource
 from moet.formats.base import FORMATS, Parts
 from moet.formats.layout import TILE, Precision, RowLayout
 from moet.formats.numbers import E2M1_VALUES, E4M3_VALUES, E8M0_NAN, E8M0_VALUES
@@ -34,6 +36,7 @@ _ROWS_AT_ONCE = 8  # of the kernel `statistics`
 _USED_AT, _SUMS_AT = 48, 304  # in what it writes
 _FP8_BLOCK = 128
 _EXPERT_BYTES = 2**30  # more than an expert of 7168 × 2048 takes
+_LANES = 3  # more threads that launch would wait for each other, and for Python's lock
 _INT4_OFFSET = 8
 
 
@@ -55,18 +58,28 @@ class _Coded(NamedTuple):
     scales: Tensor
 
 
+class _Made(NamedTuple):
+    """An expert's rows and factors, and what `statistics` wrote for each matrix, on the host."""
+
+    base: U8
+    base_factor: list[float]
+    fp4: U8 | None
+    fp4_factor: list[float]
+    sums: list[U8]
+
+
 class CudaEncoder(RowEncoder):
     """Decodes, quantizes (`DataFreeQuantizer`), measures and lays out experts on one GPU.
 
-    Threads may use one instance at the same time: each has a stream of its own. What it refuses,
-    such as weights that are not finite, is left to the CPU, which says what is wrong.
+    Any number of threads may use one instance at the same time; a few at once have a lane. What it
+    refuses, such as weights that are not finite, is left to the CPU, which says what is wrong.
 
     Raises UnsupportedError for a GPU below compute capability 8.0, ConfigError without NVRTC.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._local = threading.local()
+        self._kept = threading.local()
         with torch.cuda.device(device):
             properties: Any = torch.cuda.get_device_properties(device)
             target = Target.of(properties.major, properties.minor)
@@ -83,7 +96,9 @@ class CudaEncoder(RowEncoder):
             }  # fmt: skip
             self._scale_values = torch.from_numpy(np.array(E4M3_VALUES)).to(device)
             free, _ = torch.cuda.mem_get_info(device)
-            self._room = threading.BoundedSemaphore(max(1, free // _EXPERT_BYTES))
+            self._lanes: queue.LifoQueue[Lane] = queue.LifoQueue()
+            for _ in range(max(1, min(_LANES, free // _EXPERT_BYTES))):
+                self._lanes.put(Lane(device))
 
     def encode(self, source: ExpertSource, layout: LayerLayout) -> EncodedRows | None:
         try:
@@ -96,65 +111,87 @@ class CudaEncoder(RowEncoder):
             BLOCK * _MAX_BLOCKS
         ):
             return None
-        lane = self._lane()
-        with self._room, torch.cuda.device(self._device), torch.cuda.stream(lane.stream):
-            parts = (part for of in PROJECTIONS for part in source[of].parts.values())
-            lane.begin(sum(aligned(part.nbytes) for part in parts))
-            stored = [self._decode(source[of].format, source[of].parts) for of in PROJECTIONS]
-            largest = [(of.weight.view(torch.int32) & 0x7FFFFFFF).max() for of in stored]
-            found = torch.stack([*largest, *(of.bad.int() for of in stored)])
-            found_here = lane.to_host("checks", found)
-            lane.stream.synchronize()
-            checks = found_here.view(np.int32).tolist()
-            if max(checks[:3]) >= _INFINITY_BITS or any(checks[3:]):
-                return None
-            factors = [matrix_factor(bits) for bits in checks[:3]]
-            coded = [
-                self._quantize(of.weight, factor)
-                for of, factor in zip(stored, factors, strict=True)
-            ]
-            base = lane.to_host("base", self._row(layout.base, coded))
-            fp4, fp4_factors = None, [1.0 if of.fp4 is None else of.fp4[2] for of in stored]
-            if layout.fp4_in_pack:
-                of_fp4 = [self._fp4(layout.fp4.precision, of) for of in stored]
-                fp4 = lane.to_host("fp4", self._row(layout.fp4, of_fp4))
-            sums = [
-                lane.to_host(projection, self._measure(of.weight, coding, factor))
-                for projection, of, coding, factor in zip(
-                    PROJECTIONS, stored, coded, factors, strict=True
-                )
-            ]
-            lane.stream.synchronize()
-            return EncodedRows(
-                base=base,
-                base_factor=np.array(factors, np.float32),
-                fp4=fp4,
-                fp4_factor=np.array(fp4_factors, np.float32),
-                statistics=[
-                    measured_statistics(of, coding.codes.numel(), factor)
-                    for of, coding, factor in zip(sums, coded, factors, strict=True)
-                ],
+        with self._lane() as lane:
+            made = self._make(lane, source, layout)
+        if made is None:
+            return None
+        counts = (math.prod(source[of].shape) for of in PROJECTIONS)
+        return EncodedRows(
+            base=made.base,
+            base_factor=np.array(made.base_factor, np.float32),
+            fp4=made.fp4,
+            fp4_factor=np.array(made.fp4_factor, np.float32),
+            statistics=[*map(measured_statistics, made.sums, counts, made.base_factor)],
+        )
+
+    def _make(self, lane: Lane, source: ExpertSource, layout: LayerLayout) -> _Made | None:
+        """All that the GPU does of an expert; None where a weight is not finite or a scale bad."""
+        parts = (part for of in PROJECTIONS for part in source[of].parts.values())
+        lane.begin(sum(aligned(part.nbytes) for part in parts))
+        stored = [self._decode(lane, source[of]) for of in PROJECTIONS]
+        largest = [(of.weight.view(torch.int32) & 0x7FFFFFFF).max() for of in stored]
+        found = lane.to_host("checks", torch.stack([*largest, *(of.bad.int() for of in stored)]))
+        lane.stream.synchronize()
+        checks = found.view(np.int32).tolist()
+        if max(checks[:3]) >= _INFINITY_BITS or any(checks[3:]):
+            return None
+        factors = [matrix_factor(bits) for bits in checks[:3]]
+        coded = [
+            self._quantize(of.weight, factor) for of, factor in zip(stored, factors, strict=True)
+        ]
+        base, fp4 = lane.to_host("base", self._row(layout.base, coded)), None
+        if layout.fp4_in_pack:
+            of_fp4 = [self._fp4(layout.fp4.precision, of) for of in stored]
+            fp4 = lane.to_host("fp4", self._row(layout.fp4, of_fp4))
+        sums = [
+            lane.to_host(projection, self._measure(of.weight, coding, factor))
+            for projection, of, coding, factor in zip(
+                PROJECTIONS, stored, coded, factors, strict=True
             )
+        ]
+        lane.stream.synchronize()
+        return _Made(
+            self._keep("base", base),
+            factors,
+            None if fp4 is None else self._keep("fp4", fp4),
+            [1.0 if of.fp4 is None else of.fp4[2] for of in stored],
+            [of.copy() for of in sums],
+        )
 
-    def _lane(self) -> Lane:
-        """This thread's."""
-        if not hasattr(self._local, "lane"):
-            self._local.lane = Lane(self._device)
-        lane: Lane = self._local.lane
-        return lane
+    @contextmanager
+    def _lane(self) -> Iterator[Lane]:
+        """One that no other thread has, its stream current; waits for one."""
+        lane = self._lanes.get()
+        try:
+            with torch.cuda.device(self._device), torch.cuda.stream(lane.stream):
+                try:
+                    yield lane
+                finally:
+                    lane.stream.synchronize()  # an error may have left copies from its memory
+        finally:
+            self._lanes.put(lane)
 
-    def _decode(self, format: str, parts: Parts) -> _Stored:
+    def _keep(self, use: str, row: U8) -> U8:
+        """A copy in this thread's memory, until its next one for the same use."""
+        kept: U8 | None = getattr(self._kept, use, None)
+        if kept is None or kept.shape != row.shape:
+            kept = np.empty_like(row)
+            setattr(self._kept, use, kept)
+        np.copyto(kept, row)
+        return kept
+
+    def _decode(self, lane: Lane, matrix: MatrixSource) -> _Stored:
         moved = {
-            name: self._lane().to_device(parts[name], self._device)
-            if parts[name].ndim
-            else parts[name]
-            for name in FORMATS[format].parts
+            name: lane.to_device(matrix.parts[name], self._device)
+            if matrix.parts[name].ndim
+            else matrix.parts[name]
+            for name in FORMATS[matrix.format].parts
         }
         decoders: dict[str, Callable[[Parts], _Stored]] = {
             "bf16": self._bf16, "fp8_block": self._fp8_block, "int4_group": self._int4_group,
             "mxfp4": self._mxfp4, "nvfp4": self._nvfp4,
         }  # fmt: skip
-        return decoders[format](moved)
+        return decoders[matrix.format](moved)
 
     def _bf16(self, parts: Parts) -> _Stored:
         weight = parts["weight"].float().contiguous()

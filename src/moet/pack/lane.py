@@ -1,4 +1,4 @@
-"""A packing thread's way to the GPU and back."""
+"""An expert's way to the GPU and back."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _ALIGN = 256  # of parts in pinned memory
 
 
 class Lane:
-    """A thread's stream, and its pinned host memory: copies from other memory wait within the
-    driver, and other threads with them."""
+    """A stream and its pinned host memory, for one thread at a time: copies from other memory wait
+    within the driver, and other threads with them."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,8 +130,9 @@ def write_pack(
             # A quantizer that needs the layers in order reads some files of the checkpoint again.
             runs = [[layer] for layer in writers] if quantizer.in_order else [list(writers)]
             steps = [step for layers in runs for step in schedule(checkpoint, layers)]
+            ahead = 0 if quantizer.in_order else checkpoint.shards.ahead
             try:
-                with closing(_write(pool, checkpoint, writers, steps, progress)) as complete:
+                with closing(_write(pool, checkpoint, writers, steps, progress, ahead)) as complete:
                     for layer in complete:
                         finisher.begin(writers.pop(layer), fp4[layer])
             finally:
@@ -156,30 +158,45 @@ def _write(
     writers: Mapping[int, LayerWriter],
     steps: Iterable[Step],
     progress: Progress,
+    ahead: int,
 ) -> Generator[int, None, None]:
-    """Writes the experts of `steps`; yields complete layers."""
+    """Writes the experts of `steps`, of up to `ahead` steps beyond the first that is not over;
+    yields complete layers."""
     shards = checkpoint.shards
-    for step in steps:
-        progress.fetch(step.file, shards.size(step.file))
-        shards.fetch(step.file)
-        futures = {
-            pool.submit(writers[layer].write_expert, expert): layer
-            for layer, expert in step.experts
-        }
-        try:
-            # In their order, so that an error loses no layer that was complete before it.
-            for future, layer in futures.items():
-                progress.advance(*future.result())
-                if layer in writers and writers[layer].complete:
-                    yield layer
-        finally:
-            # After an error nobody may write to a file that is about to be closed.
-            for future in futures:
-                future.cancel()
-            wait(futures)
+    begun: deque[tuple[Step, dict[Future[tuple[int, int]], int]]] = deque()
+
+    def complete() -> Iterator[int]:
+        """Ends the first step begun."""
+        step, futures = begun[0]
+        # In their order, so that an error loses no layer that was complete before it.
+        for future, layer in futures.items():
+            progress.advance(*future.result())
+            if layer in writers and writers[layer].complete:
+                yield layer
+        begun.popleft()
         for file in step.drop:
             shards.drop(file)
         shards.drop(step.file, step.keep)
+
+    try:
+        for step in steps:
+            progress.fetch(step.file, shards.size(step.file))
+            shards.fetch(step.file)
+            futures = {
+                pool.submit(writers[layer].write_expert, expert): layer
+                for layer, expert in step.experts
+            }
+            begun.append((step, futures))
+            if len(begun) > ahead:
+                yield from complete()
+        while begun:
+            yield from complete()
+    finally:
+        # After an error nobody may write to a file that is about to be closed.
+        left = [future for _, futures in begun for future in futures]
+        for future in left:
+            future.cancel()
+        wait(left)
 
 
 def _close(writers: Mapping[int, LayerWriter]) -> None:
