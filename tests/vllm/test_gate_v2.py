@@ -4,6 +4,7 @@ model's call and make it again. tests/gpu/test_gate.py has the real ones."""
 
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
+from functools import partial
 from types import SimpleNamespace
 from typing import ClassVar, NamedTuple
 
@@ -18,7 +19,7 @@ from vllm.forward_context import (
     set_forward_context,
 )
 from vllm.v1.worker.gpu import cudagraph_utils
-from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
 from moet.errors import UnsupportedError
 from moet.vllm.gate.gate import Gate
@@ -53,11 +54,12 @@ class Toy(nn.Module):
         return (input_ids.float() + high)[:, None].repeat(1, HIDDEN)
 
     def compute_logits(self, hidden):
-        """Sure of token 0 where the input was even; in doubt otherwise. Token 1 tells FP4."""
+        """Sure of token 0 where the input was even; in doubt otherwise. The last ones tell FP4."""
         logits = torch.zeros(len(hidden), VOCABULARY)
         value = hidden[:, 0]
         logits[:, 0] = torch.where(value % 2 == 0, 9.0, 0.5)
         logits[:, 1] = torch.where(value > 101, 20.0, 0.0)
+        logits[:, -1] = -value
         return logits
 
 
@@ -83,9 +85,6 @@ class Tables:
         self.blocks = torch.arange(100 * SEQUENCES).view(SEQUENCES, 100)
         self.input_block_tables = [torch.zeros(SEQUENCES, 100, dtype=torch.int64)]
         self.slot_mappings = torch.zeros(1, 64, dtype=torch.int64)
-
-    def init_block_table_layout_tensors(self):
-        pass
 
     def gather_block_tables(self, idx_mapping, num_reqs_padded):
         (table,) = self.input_block_tables
@@ -133,6 +132,7 @@ class State:
             }
         )
         assert batch.query_start_loc_np.tolist() == self.seen[-1]["starts"]
+        assert batch.idx_mapping.tolist() == batch.idx_mapping_np.tolist()
         return {}
 
 
@@ -149,6 +149,7 @@ class Runner:
         self.kv_cache_config = SimpleNamespace(kv_cache_groups=[])
         self.attn_groups = []
         self.block_tables = Tables()
+        self.input_buffers = InputBuffers(SEQUENCES, 64, self.device)
         self.req_states = SimpleNamespace(
             prompt_len=SimpleNamespace(np=np.array([1, 3, 8, 2, 4])), num_computed_tokens_np=None
         )
@@ -175,6 +176,18 @@ class Runner:
         desc = SimpleNamespace(cg_mode=scheduler_output.mode)
         if desc.cg_mode == CUDAGraphMode.FULL and length is None:
             desc.cg_mode = CUDAGraphMode.PIECEWISE
+        buffers, lengths = self.input_buffers, torch.tensor(batch.num_scheduled_tokens)
+        for into, of in (
+            (buffers.input_ids, batch.input_ids),
+            (buffers.positions, batch.positions),
+            (buffers.seq_lens, batch.seq_lens),
+            (buffers.query_start_loc[1:], lengths.cumsum(0)),
+        ):
+            into[: len(of)] = of
+        self.block_tables.gather_block_tables(batch.idx_mapping, batch.num_reqs)
+        self.block_tables.compute_slot_mappings(
+            batch.idx_mapping, buffers.query_start_loc, batch.positions, batch.num_tokens
+        )
         inputs = {
             "input_ids": batch.input_ids,
             "positions": batch.positions,
@@ -236,7 +249,7 @@ def cuda(monkeypatch):
         monkeypatch.setattr(cudagraph_utils, name, value)
 
     @contextmanager
-    def capturing(graph, pool, stream):
+    def capturing(graph, pool, stream=None):
         Graph.recording = graph
         yield
         Graph.recording = None
@@ -261,6 +274,8 @@ def with_graphs(made):
     made.capture_model()
     for graph in made.moet_second.graphs.graphs.values():
         graph.manager = made.moet_second.graphs
+    for size, graph in made.moet_second._fills.items():
+        graph.replay = partial(made.moet_second._fill, size)
     made.model.calls.clear()
     made.model_state.seen.clear()
     return made
@@ -306,9 +321,10 @@ def test_only_the_doubtful_token_is_decided_again():
     assert made.model.calls[1][1:] == (True, CUDAGraphMode.NONE)
     assert made.moet_gate.replays == 0
     assert (made.moet_gate.gated_steps, made.moet_gate.flipped) == (1, 1)
-    assert hidden[:, 0].tolist() == [102, 8, 21, 23, 25]
     assert logits.argmax(-1).tolist()[:2] == [1, 0]
-    assert logits[0].tolist() == [9.0, 20.0, 0, 0, 0, 0]  # of the second pass
+    assert logits[0].tolist() == [9.0, 20.0, 0, 0, 0, -102]  # of the second pass
+    assert logits[1:, -1].tolist() == [-8, -25]
+    assert hidden[:, 0].tolist() == [101, 8, 21, 23, 25]
     assert (made.moet_gate.tokens, made.moet_gate.fired) == (2, 1)
 
 
@@ -320,11 +336,10 @@ def test_a_graph_decides_again_what_the_pieces_would():
     eager, made = runner(Gate(0.5)), with_graphs(runner(Gate(0.5)))
     graphs = {of.num_tokens: graph for of, graph in made.moet_second.graphs.graphs.items()}
     assert set(graphs) == {1, 2, 4}  # powers of two, and no more than sequences
-    expected, states = step(eager, batch(*DECODE), CUDAGraphMode.FULL)
-    logits, hidden = step(made, batch(*DECODE), CUDAGraphMode.FULL)
+    expected, _ = step(eager, batch(*DECODE), CUDAGraphMode.FULL)
+    logits, _ = step(made, batch(*DECODE), CUDAGraphMode.FULL)
     assert torch.equal(logits, expected)
-    assert torch.equal(hidden, states)
-    assert hidden[:, 0].tolist() == [102, 8, 8, 100, 12]
+    assert logits[:, -1].tolist() == [-102, -8, -8, -100, -12]
     assert (made.moet_gate.replays, made.moet_gate.gated_steps) == (1, 1)
     assert made.moet_gate.flipped == eager.moet_gate.flipped == 1
     ((ids, again, mode),) = made.model.calls
@@ -343,8 +358,8 @@ def test_a_graph_decides_again_what_the_pieces_would():
 
 def test_more_than_the_largest_graph_run_as_pieces():
     made = with_graphs(runner(Gate(0.5)))
-    _, hidden = step(made, batch([1, 3, 5, 7, 9], *DECODE[1:]), CUDAGraphMode.FULL)
-    assert hidden[:, 0].tolist() == [2, 4, 6, 8, 10]
+    logits, _ = step(made, batch([1, 3, 5, 7, 9], *DECODE[1:]), CUDAGraphMode.FULL)
+    assert logits[:, -1].tolist() == [-2, -4, -6, -8, -10]
     assert (made.moet_gate.replays, made.moet_gate.gated_steps) == (0, 1)
     (seen,) = made.model_state.seen
     assert (seen["mode"], seen["lengths"]) == (CUDAGraphMode.NONE, [6, 7, 8, 9, 10])
@@ -359,7 +374,7 @@ def test_what_pieces_have_left_is_kept_from_the_graphs():
     )
     made.left.fill_(7)
     logits, hidden = made.sample_tokens(None)
-    assert hidden[:, 0].tolist() == [102, 8, 21, 23, 25]
+    assert hidden[:, 0].tolist() == [101, 8, 21, 23, 25]
     assert logits.argmax(-1).tolist()[:2] == [1, 0]
 
 

@@ -13,6 +13,8 @@ from torch import Tensor
 from moet.vllm.gate.stopwatch import Stopwatch
 from moet.vllm.stats import Figure
 
+_FLIPS_KEPT = 1024  # second passes
+
 
 class Gate:
     """Threshold, cap, what has been decided again, and the counts.
@@ -38,7 +40,8 @@ class Gate:
         self.tokens = 0  # asked for
         self.fired = 0
         self.stopwatch = Stopwatch()  # of second passes
-        self._flips: Tensor | None = None
+        self._flipped = 0
+        self._flips: list[Tensor] = []  # not counted yet: bool [n] each
 
     @property
     def everything(self) -> bool:
@@ -101,15 +104,17 @@ class Gate:
             self._fired.pop(request, None)
 
     def count_flips(self, before: Tensor, after: Tensor) -> None:
-        """Of tokens that fired, the most likely successors: int [n] each. Added up on the device,
-        since to look at them would be to wait for the second pass."""
-        flips = (before != after).sum()
-        self._flips = flips if self._flips is None else self._flips + flips
+        """Of tokens that fired, the most likely successors: int [n] each. Added up later, since to
+        look at them now would be to wait for the second pass."""
+        self._flips.append(before != after)
+        if len(self._flips) == _FLIPS_KEPT:
+            self._flipped = self.flipped
+            self._flips.clear()
 
     @property
     def flipped(self) -> int:
         """Tokens that fired and have another most likely successor now. Waits for the device."""
-        return 0 if self._flips is None else int(self._flips)
+        return self._flipped + (int(torch.cat(self._flips).sum()) if self._flips else 0)
 
     def figures(self) -> list[Figure]:
         """For the rank's statistics. Waits for the device."""

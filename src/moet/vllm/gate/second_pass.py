@@ -3,7 +3,8 @@
 vLLM's own classes prepare, capture and replay it, as they do the runner's decode steps, over a
 second set of input buffers: what the first pass has been given stays as it is. Both sets of graphs
 share vLLM's memory pool, and the buffers that attention backends keep, which are filled anew for
-each pass.
+each pass. Our buffers are filled by a graph as well: the host has nothing else to do meanwhile, and
+would be slower than the pass of a small model.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from torch import Tensor
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.utils.gc_utils import freeze_gc_for_cudagraph_capture
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
+from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
-from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
+from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
 from moet.vllm.phase import Fp4Tokens, mark_fp4_tokens
@@ -54,8 +57,11 @@ class SecondPass:
         self._runner = runner
         most, device = runner.max_num_reqs, runner.device
         self._buffers = InputBuffers(most, most, device)
-        self._counting = torch.arange(most + 1, dtype=torch.int32, device=device)
         self._tables = _other_inputs(runner.block_tables, most)
+        # Requests of the step, by index; −1 behind the last.
+        self._rows = torch.full((most,), -1, dtype=torch.int64, device=device)
+        self._rows_on_host = torch.full((most,), -1, pin_memory=device.type == "cuda")
+        self._fills: dict[int, torch.cuda.CUDAGraph] = {}  # by padded number of tokens
         mode = CUDAGraphMode.NONE
         # Positions in several dimensions are in a buffer that the model's state keeps.
         plain = not runner.model_state.prepare_dummy_inputs(1, 1)
@@ -63,6 +69,7 @@ class SecondPass:
             mode = CUDAGraphMode.FULL_DECODE_ONLY
         self.graphs = SecondPassGraphs(runner.vllm_config, device, mode, decode_query_len=1)
 
+    @torch.inference_mode()
     def capture(self) -> int:
         """Captures the graphs, if there are to be any; returns the bytes that they take."""
         if not self.graphs.needs_capture():
@@ -81,42 +88,84 @@ class SecondPass:
                 runner.kv_cache_config,
                 progress_bar_desc="Capturing CUDA graphs of the gate's second pass",
             )
+            for size in self.graphs.captured_token_counts():
+                self._fill(size)  # loads its kernels
+                graph = torch.cuda.CUDAGraph()
+                with (
+                    cudagraph_utils.capture_pool(self.graphs.pool, runner.vllm_config) as pool,
+                    torch.cuda.graph(graph, pool),
+                ):
+                    self._fill(size)
+                self._fills[size] = graph
             return int(free - torch.accelerator.get_memory_info()[0])
 
-    def run(
-        self, batch: InputBatch, requests: NDArray[np.int64], rows: Tensor, tokens: Tensor
-    ) -> tuple[Tensor, bool]:
-        """Hidden states of those requests' last tokens, [n, hidden], valid until the next call; and
-        whether a graph computed them.
+    def run(self, batch: InputBatch, requests: NDArray[np.int64]) -> tuple[Tensor, Tensor, bool]:
+        """Those requests' last tokens again: their hidden states, [n, hidden]; `requests` on the
+        device, int64 [n]; and whether a graph has computed them. Valid until the next call, before
+        which the device must have come this far.
 
-        batch: the step's. requests: indices in it, [n]; rows: the same on the device. tokens: of
-        the step, [n].
+        batch: the step's. requests: indices in it, [n].
         """
         runner, count = self._runner, len(requests)
         chosen = self.graphs.dispatch(count, count, 1, 0)
-        own = self._batch(batch, requests, rows, tokens, chosen)
-        tables = self._tables.gather_block_tables(own.idx_mapping, own.num_reqs_after_padding)
-        slots = self._tables.compute_slot_mappings(
-            own.idx_mapping, own.query_start_loc, own.positions, own.num_tokens_after_padding
-        )
+        by_graph = chosen.cg_mode == CUDAGraphMode.FULL
+        padded = chosen.num_tokens
+        self._rows_on_host.numpy()[:padded] = -1
+        self._rows_on_host.numpy()[:count] = requests
+        self._rows[:padded].copy_(self._rows_on_host[:padded], non_blocking=True)
+        if by_graph:
+            self._fills[padded].replay()
+        else:
+            self._fill(padded)
+        rows = self._rows[:count]
+        slots = self._tables.slot_mappings[:, :padded]
         metadata = runner.model_state.prepare_attn(
-            own, chosen.cg_mode, tables, slots, runner.attn_groups, runner.kv_cache_config
+            self._batch(batch, requests, rows, padded),
+            chosen.cg_mode,
+            tuple(table[:padded] for table in self._tables.input_block_tables),
+            slots,
+            runner.attn_groups,
+            runner.kv_cache_config,
         )
-        if chosen.cg_mode == CUDAGraphMode.FULL:
-            return self.graphs.run_fullgraph(chosen)[:count], True
+        if by_graph:
+            return self.graphs.run_fullgraph(chosen)[:count], rows, True
         inputs = {
-            "input_ids": own.input_ids,
-            "positions": own.positions,
+            "input_ids": self._buffers.input_ids[:count],
+            "positions": self._buffers.positions[:count],
             "inputs_embeds": None,
             "intermediate_tensors": None,
         }
         for name, value in runner.model_state.prepare_inputs(batch, runner.req_states).items():
-            inputs[name] = value[..., tokens] if isinstance(value, Tensor) else value
+            inputs[name] = value
+            if isinstance(value, Tensor):
+                inputs[name] = value[..., batch.logits_indices[rows]]
         slots_by_layer = build_slot_mappings_by_layer(slots, runner.kv_cache_config)
         with set_forward_context(
             metadata, runner.vllm_config, num_tokens=count, slot_mapping=slots_by_layer
         ):
-            return self._at_fp4(**inputs), False
+            return self._at_fp4(**inputs), rows, False
+
+    def _fill(self, padded: int) -> None:
+        """Fills our buffers with the last tokens of the requests in `_rows`.
+
+        Launches only, over tensors that stay where they are, so that it may be captured. Padding
+        has no sequence, writes no KV, and reads no block of anyone's.
+        """
+        step, step_tables = self._runner.input_buffers, self._runner.block_tables
+        own, padding = self._buffers, self._buffers.is_padding[:padded]
+        torch.lt(self._rows[:padded], 0, out=padding)
+        rows = self._rows[:padded].clamp(min=0)
+        tokens = step.query_start_loc[1:][rows].long() - 1
+        own.input_ids[:padded] = step.input_ids[tokens]
+        own.positions[:padded] = step.positions[tokens]
+        own.seq_lens.zero_()
+        own.seq_lens[:padded] = step.seq_lens[rows].masked_fill(padding, 0)
+        own.query_start_loc[1 : padded + 1] = (~padding).cumsum(0)
+        tables = zip(self._tables.input_block_tables, step_tables.input_block_tables, strict=True)
+        for table, source in tables:
+            table[:padded] = source[rows].masked_fill(padding[:, None], 0)
+        slots = self._tables.slot_mappings.fill_(PAD_SLOT_ID)
+        slots[:, :padded] = step_tables.slot_mappings[:, tokens].masked_fill(padding, PAD_SLOT_ID)
 
     def _at_fp4(self, **inputs: Any) -> Tensor:
         """The model, all of whose tokens are marked: a graph can take no others. Padding, too."""
@@ -126,23 +175,10 @@ class SecondPass:
         return hidden
 
     def _batch(
-        self,
-        batch: InputBatch,
-        requests: NDArray[np.int64],
-        rows: Tensor,
-        tokens: Tensor,
-        chosen: BatchExecutionDescriptor,
+        self, batch: InputBatch, requests: NDArray[np.int64], rows: Tensor, padded: int
     ) -> InputBatch:
-        """A batch that decodes these tokens, in our buffers, padded as a graph wants it: requests
-        without tokens, tokens that are marked as padding."""
+        """A batch that decodes these requests' last tokens, in our buffers."""
         buffers, count = self._buffers, len(requests)
-        padded = max(count, chosen.num_tokens)
-        torch.index_select(batch.input_ids, 0, tokens, out=buffers.input_ids[:count])
-        torch.index_select(batch.positions, 0, tokens, out=buffers.positions[:count])
-        torch.index_select(batch.seq_lens, 0, rows, out=buffers.seq_lens[:count])
-        buffers.seq_lens[count:].zero_()
-        torch.clamp(self._counting, max=count, out=buffers.query_start_loc)
-        torch.ge(self._counting[:padded], count, out=buffers.is_padding[:padded])
         lengths = np.zeros(padded, np.int32)
         lengths[:count] = batch.seq_lens_cpu_upper_bound.numpy()[requests]
         return replace(
@@ -179,5 +215,4 @@ def _other_inputs(tables: Any, most: int) -> Any:
     own = copy.copy(tables)
     own.input_block_tables = [torch.zeros_like(table) for table in tables.input_block_tables]
     own.slot_mappings = torch.zeros_like(tables.slot_mappings[:, :most])
-    own.init_block_table_layout_tensors()
     return own

@@ -1,9 +1,9 @@
 """The gate in vLLM's second model runner (`v1/worker/gpu/model_runner.py`), CUDA's default.
 
 Here logits are computed in `sample`, by the model's `compute_logits`, so the decision is made right
-behind that call: before grammar masks, with the hidden states in hand, which are overwritten in
-place (prompt log-probabilities are computed from them later). The second pass is a decode step of
-the doubtful tokens alone (`second_pass.py`).
+behind that call, before grammar masks. The second pass is a decode step of the doubtful tokens
+alone (`second_pass.py`). Their hidden states are not replaced: of what comes later, only prompt
+log-probabilities are made of hidden states, and not of a prompt's last token's.
 
 A CUDA graph sees no marks (`known_at_fp4`), so a step that has some runs without: as pieces, each
 launched. When every token fires, there is no second pass: the graphs themselves run at FP4 then
@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context
-from vllm.utils.torch_utils import async_tensor_h2d
 
 from moet.errors import UnsupportedError
 from moet.vllm.gate.checks import check_cache
@@ -48,7 +47,7 @@ class GateV2:
     device: torch.device
     model: Any
     _moet_marks: NDArray[np.bool_] | None = None  # of the step that runs
-    _moet_step: Any = None  # hidden states and batch, while logits are being computed
+    _moet_batch: Any = None  # the step's, while logits are being computed
     _moet_all_at_fp4 = False  # the step that runs
 
     def moet_attach(self) -> None:
@@ -140,13 +139,13 @@ class GateV2:
         return batch, None
 
     def sample(self, hidden_states: Tensor, input_batch: Any, grammar_output: Any) -> Any:
-        self._moet_step = hidden_states, input_batch
+        self._moet_batch = input_batch
         try:
             return super().sample(  # type: ignore[misc]
                 hidden_states, input_batch, grammar_output
             )
         finally:
-            self._moet_step = self._moet_marks = None
+            self._moet_batch = self._moet_marks = None
 
     # -- the first pass ----------------------------------------------------------------------
 
@@ -166,7 +165,7 @@ class GateV2:
 
     def _mark(self) -> None:
         """Called before the model runs, unless that is a replay."""
-        if self._moet_marks is None or self._moet_step is not None:
+        if self._moet_marks is None or self._moet_batch is not None:
             return  # the second pass marks its own tokens
         context = get_forward_context()
         mark_fp4_tokens(context, Fp4Tokens(self._moet_marks, again=False))
@@ -190,19 +189,16 @@ class GateV2:
         """In the place of the model's `compute_logits`."""
         logits = compute(hidden, *args, **kwargs)
         gate = self.moet_gate
-        if self._moet_step is None or gate is None or gate.tau <= 0:
+        batch = self._moet_batch
+        if batch is None or gate is None or gate.tau <= 0:
             return logits  # also for prompt log-probabilities
-        states, batch = self._moet_step
         fired, before = self._fired(gate, batch, logits)
         if before is None or not fired.size:
             return logits
         assert self.moet_second is not None
         with gate.stopwatch.timed(self.device):
-            rows = async_tensor_h2d(fired, self.device)
-            tokens = batch.logits_indices[rows]
-            hidden_again, replayed = self.moet_second.run(batch, fired, rows, tokens)
-            again = compute(hidden_again, *args, **kwargs)
-            states[tokens] = hidden_again
+            states, rows, replayed = self.moet_second.run(batch, fired)
+            again = compute(states, *args, **kwargs)
             logits[rows] = again
             gate.count_flips(before[rows], again.argmax(-1))
             gate.replays += replayed
