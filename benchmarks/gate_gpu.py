@@ -3,14 +3,14 @@
     PYTHONPATH=src:. python -m benchmarks.gate_gpu MODEL --pack PACK --level N --name NAME
 
 One engine of vLLM with CUDA graphs and all rows in GPU memory; τ is changed between the settings
-(1 is FP4, 0 the base; at 0.01 hardly any token is in doubt). At last the second pass's graphs are
-given up, and the settings with many are measured once more, launched piece by piece. Of each:
+(1 is FP4, 0 the base; at 0.01 hardly any token is in doubt). The settings with a second pass are
+measured twice, with its CUDA graphs and without, where it is launched piece by piece. Of each:
 
 * the KL of the next token's distribution to FP4's, over the whole vocabulary, at the ends of the
   windows of models/nano-moe; top-1 agreement; the share of tokens that the gate decided again;
 * by streams, tokens a second of decoding alone: two runs of different length, subtracted; the
-  median of three; meanwhile, the share of tokens decided again, of steps with a second pass, and
-  what a second pass took.
+  median of five rounds with other prompts, in each of which all settings take their turn; meanwhile,
+  the share of tokens decided again, of steps with a second pass, and what a second pass took.
 
 Writes bench/results/gate-NAME.json.
 """
@@ -40,6 +40,7 @@ SETTINGS = {
 }
 STREAMS = (1, 16)
 PROMPT, SHORT, LONG = 64, 8, 136  # tokens
+ROUNDS = 5
 
 Counts = dict[str, float]
 
@@ -49,8 +50,8 @@ class GateBenchmarkExtension(MoetWorkerExtension):
 
     model_runner: Any
 
-    def moet_release_second_pass(self) -> None:
-        self.model_runner.moet_second.graphs.release_graphs()
+    def moet_second_pass_by_graph(self, by_graph: bool) -> None:
+        self.model_runner.moet_second.graphs._graphs_captured = by_graph
 
 
 def main() -> None:
@@ -86,42 +87,70 @@ def boot(model: Path, pack: Path) -> LLM:
 
 
 def measure(llm: LLM, ids: list[list[int]], options: argparse.Namespace) -> list[Row]:
+    cases = [
+        (setting, tau, "graph" if 0 < tau < 1 else "none") for setting, tau in SETTINGS.items()
+    ]
+    cases += [(setting, tau, "pieces") for setting, tau in SETTINGS.items() if 0.1 < tau < 1]
     fp4: np.ndarray | None = None
     rows: list[Row] = []
-    doubts = {setting: tau for setting, tau in SETTINGS.items() if 0.1 < tau < 1}
-    for by, settings in (("graph", SETTINGS), ("pieces", doubts)):
-        if by == "pieces":
-            llm.collective_rpc("moet_release_second_pass")
-        for setting, tau in settings.items():
-            llm.collective_rpc("moet_gate", args=(tau, 1.0))
-            before = counts(llm)
-            logprobs = distributions(llm, ids)
-            fp4 = logprobs if fp4 is None else fp4
-            kl = (np.exp(fp4) * (fp4 - logprobs)).sum(-1)
-            row: Row = {
-                "model": options.model.name,
-                "setting": setting,
-                "level": options.level,
-                "tau": tau,
-                "second_pass": by if 0 < tau < 1 else "none",
-                "positions": len(kl),
-                "kl": float(kl.mean()),
-                "kl_se": float(kl.std(ddof=1) / np.sqrt(len(kl))),
-                "top1": float((fp4.argmax(-1) == logprobs.argmax(-1)).mean()),
-                "fired": share(before, counts(llm), "fired", "tokens"),
-            }
-            for streams in STREAMS:
-                before = counts(llm)
-                row[f"tok_s_{streams}"] = speed(llm, ids[:streams])
-                now = counts(llm)
-                row[f"fired_{streams}"] = share(before, now, "fired", "tokens")
-                row[f"gated_{streams}"] = share(before, now, "second_passes", "steps")
-                row[f"replayed_{streams}"] = share(before, now, "replays", "second_passes")
-                ms = 1e3 * share(before, now, "seconds", "second_passes")
-                row[f"second_pass_ms_{streams}"] = ms
-            rows.append({key: round(v, 4) if isinstance(v, float) else v for key, v in row.items()})
-            print(rows[-1], flush=True)
+    for setting, tau, second_pass in cases:
+        choose(llm, tau, second_pass)
+        before = counts(llm)
+        logprobs = distributions(llm, ids)
+        fp4 = logprobs if fp4 is None else fp4
+        kl = (np.exp(fp4) * (fp4 - logprobs)).sum(-1)
+        row: Row = {
+            "model": options.model.name,
+            "setting": setting,
+            "level": options.level,
+            "tau": tau,
+            "second_pass": second_pass,
+            "positions": len(kl),
+            "kl": float(kl.mean()),
+            "kl_se": float(kl.std(ddof=1) / np.sqrt(len(kl))),
+            "top1": float((fp4.argmax(-1) == logprobs.argmax(-1)).mean()),
+            "fired": share(before, counts(llm), "fired", "tokens"),
+        }
+        rows.append(row)
+    for streams in STREAMS:
+        measure_speed(llm, ids, streams, cases, rows)
+    rows = [{k: round(v, 4) if isinstance(v, float) else v for k, v in r.items()} for r in rows]
+    for row in rows:
+        print(row, flush=True)
     return rows
+
+
+def measure_speed(
+    llm: LLM,
+    ids: list[list[int]],
+    streams: int,
+    cases: list[tuple[str, float, str]],
+    rows: list[Row],
+) -> None:
+    """Adds to each case's row what it does while so many of these prompts are continued at once."""
+    speeds: list[list[float]] = [[] for _ in cases]
+    spent: list[Counts] = [{} for _ in cases]
+    for turn in range(ROUNDS):
+        first = turn * streams % len(ids)
+        for case, (_, tau, second_pass) in enumerate(cases):
+            choose(llm, tau, second_pass)
+            before = counts(llm)
+            speeds[case].append(speed(llm, ids[first : first + streams]))
+            now = counts(llm)
+            spent[case] = {k: spent[case].get(k, 0) + now[k] - before[k] for k in now}
+    for row, found, of in zip(rows, speeds, spent, strict=True):
+        none = dict.fromkeys(of, 0.0)
+        row[f"tok_s_{streams}"] = float(np.median(found))
+        row[f"fired_{streams}"] = share(none, of, "fired", "tokens")
+        row[f"gated_{streams}"] = share(none, of, "second_passes", "steps")
+        row[f"replayed_{streams}"] = share(none, of, "replays", "second_passes")
+        row[f"second_pass_ms_{streams}"] = 1e3 * share(none, of, "seconds", "second_passes")
+
+
+def choose(llm: LLM, tau: float, second_pass: str) -> None:
+    """The setting that the next requests are answered with."""
+    llm.collective_rpc("moet_gate", args=(tau, 1.0))
+    llm.collective_rpc("moet_second_pass_by_graph", args=(second_pass != "pieces",))
 
 
 def share(before: Counts, after: Counts, part: str, whole: str) -> float:
@@ -152,18 +181,15 @@ def distributions(llm: LLM, ids: list[list[int]]) -> np.ndarray:
 def speed(llm: LLM, ids: list[list[int]]) -> float:
     """Tokens a second of decoding after each of these prompts at once."""
     prompts = [TokensPrompt(prompt_token_ids=p[:PROMPT]) for p in ids]
-    found = []
-    for _ in range(3):
-        seconds = []
-        for tokens in (SHORT, LONG):
-            parameters = SamplingParams(
-                temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False
-            )
-            start = time.perf_counter()
-            llm.generate(prompts, parameters, use_tqdm=False)
-            seconds.append(time.perf_counter() - start)
-        found.append(len(ids) * (LONG - SHORT) / (seconds[1] - seconds[0]))
-    return float(np.median(found))
+    seconds = []
+    for tokens in (SHORT, LONG):
+        parameters = SamplingParams(
+            temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False
+        )
+        start = time.perf_counter()
+        llm.generate(prompts, parameters, use_tqdm=False)
+        seconds.append(time.perf_counter() - start)
+    return len(ids) * (LONG - SHORT) / (seconds[1] - seconds[0])
 
 
 if __name__ == "__main__":

@@ -168,7 +168,7 @@ INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
 V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 ADAPTIVE = {"adaptive": {"every": 4, "margin": 1.2}, "fp4_pool": "30%"}
 TWO = {"tensor_parallel_size": 2}
-FEW_BLOCKS = {"block_size": 16, "num_gpu_blocks_override": 48}
+FEW_BLOCKS = {"block_size": 16, "num_gpu_blocks_override": 32}
 PROFILED = {"kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.4}  # as it is by default
 ENGINES: dict[str, tuple[Recording, dict[str, str], Recording, Callable[[Any], Recording]]] = {
     "base": ({}, {}, {}, play_plain),
