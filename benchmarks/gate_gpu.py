@@ -9,8 +9,8 @@ measured twice, with its CUDA graphs and without, where it is launched piece by 
 * the KL of the next token's distribution to FP4's, over the whole vocabulary, at the ends of the
   windows of models/nano-moe; top-1 agreement; the share of tokens that the gate decided again;
 * by streams, tokens a second of decoding alone: two runs of different length, subtracted; the
-  median of five rounds with other prompts, in each of which all settings take their turn; meanwhile,
-  the share of tokens decided again, of steps with a second pass, and what a second pass took.
+  median of five rounds with other prompts, in each of which all settings take their turn;
+  meanwhile, the share of tokens decided again, of steps with a second pass, and what one took.
 
 Writes bench/results/gate-NAME.json.
 """
