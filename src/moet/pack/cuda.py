@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from moet.checkpoints.base import PROJECTIONS, ExpertSource, MatrixSource
-from moet.formats.base import FORMATS, Parts
+from moet.formats.base import FORMATS
 from moet.formats.layout import TILE, Precision, RowLayout
-from moet.formats.numbers import E2M1_VALUES, E4M3_VALUES, E8M0_NAN, E8M0_VALUES
-from moet.formats.nvfp4 import MAX_SCALE
+from moet.formats.numbers import E4M3_VALUES
 from moet.kernels.cuda.compiler import cached_cubin
 from moet.kernels.cuda.launch import Kernel
 from moet.kernels.cuda.target import Target
+from moet.pack.cuda_decode import Decoder, Stored
 from moet.pack.encode import EncodedRows, RowEncoder
 from moet.pack.files import U8
 from moet.pack.lane import Lane, aligned
@@ -34,21 +34,8 @@ _INFINITY_BITS = 0x7F800000
 _THREADS = 256
 _ROWS_AT_ONCE = 8  # of the kernel `statistics`
 _USED_AT, _SUMS_AT = 48, 304  # in what it writes
-_FP8_BLOCK = 128
 _EXPERT_BYTES = 2**30  # more than an expert of 7168 × 2048 takes
 _LANES = 3  # more threads that launch would wait for each other, and for Python's lock
-_INT4_OFFSET = 8
-
-
-class _Stored(NamedTuple):
-    """A matrix on the GPU. weight: float32 [N, K]. bad: bool scalar, whether a scale is none.
-
-    fp4: nibbles uint8 [N, K], scale bytes, and the factor, where it is stored as FP4.
-    """
-
-    weight: Tensor
-    bad: Tensor
-    fp4: tuple[Tensor, Tensor, float] | None = None
 
 
 class _Coded(NamedTuple):
@@ -88,12 +75,7 @@ class CudaEncoder(RowEncoder):
             self._statistics = Kernel(cubin, "statistics")
             self._encode_mxfp4 = Kernel(cubin, "encode_mxfp4")
             self._tiles = Kernel(cubin, "tiles")
-            self._tables = {
-                name: torch.from_numpy(values.astype(np.float32)).to(device)
-                for name, values in (
-                    ("e2m1", E2M1_VALUES), ("e4m3", E4M3_VALUES), ("e8m0", E8M0_VALUES),
-                )
-            }  # fmt: skip
+            self._decoder = Decoder(device)
             self._scale_values = torch.from_numpy(np.array(E4M3_VALUES)).to(device)
             free, _ = torch.cuda.mem_get_info(device)
             self._lanes: queue.LifoQueue[Lane] = queue.LifoQueue()
@@ -180,55 +162,14 @@ class CudaEncoder(RowEncoder):
         np.copyto(kept, row)
         return kept
 
-    def _decode(self, lane: Lane, matrix: MatrixSource) -> _Stored:
+    def _decode(self, lane: Lane, matrix: MatrixSource) -> Stored:
         moved = {
             name: lane.to_device(matrix.parts[name], self._device)
             if matrix.parts[name].ndim
             else matrix.parts[name]
             for name in FORMATS[matrix.format].parts
         }
-        decoders: dict[str, Callable[[Parts], _Stored]] = {
-            "bf16": self._bf16, "fp8_block": self._fp8_block, "int4_group": self._int4_group,
-            "mxfp4": self._mxfp4, "nvfp4": self._nvfp4,
-        }  # fmt: skip
-        return decoders[matrix.format](moved)
-
-    def _bf16(self, parts: Parts) -> _Stored:
-        weight = parts["weight"].float().contiguous()
-        return _Stored(weight, torch.zeros((), dtype=torch.bool, device=self._device))
-
-    def _fp8_block(self, parts: Parts) -> _Stored:
-        codes, scale = parts["weight"], parts["scale_inv"]
-        rows, cols = codes.shape
-        wide = scale.repeat_interleave(_FP8_BLOCK, 0)[:rows]
-        wide = wide.repeat_interleave(_FP8_BLOCK, 1)[:, :cols]
-        return _Stored((codes.float() * wide).contiguous(), _bad(scale))
-
-    def _int4_group(self, parts: Parts) -> _Stored:
-        words, scale = parts["codes"].contiguous(), parts["scale"].float()
-        values = _nibbles(words.view(torch.uint8)).to(torch.int8) - _INT4_OFFSET
-        weight = values.float().view(*scale.shape, -1) * scale[..., None]
-        return _Stored(weight.flatten(1).contiguous(), _bad(scale))
-
-    def _mxfp4(self, parts: Parts) -> _Stored:
-        scale = parts["scale"].contiguous().view(torch.uint8)
-        return self._four_bits(parts["codes"], scale, "e8m0", 1.0, (scale == E8M0_NAN).any())
-
-    def _nvfp4(self, parts: Parts) -> _Stored:
-        scale = parts["scale"].contiguous().view(torch.uint8)
-        factor = float(parts["global_scale"])
-        bad = (scale > MAX_SCALE).any() | (not 0 <= factor < math.inf)
-        return self._four_bits(parts["codes"], scale, "e4m3", factor, bad)
-
-    def _four_bits(
-        self, packed: Tensor, scale: Tensor, scales: str, factor: float, bad: Tensor
-    ) -> _Stored:
-        """As `matrices.decode_to`: code · scale is a float32 number, so only the factor rounds."""
-        codes = _nibbles(packed.contiguous().view(torch.uint8))
-        weight = self._tables["e2m1"][codes.int()].view(*scale.shape, -1)
-        weight *= self._tables[scales][scale.int()][..., None]
-        weight *= factor
-        return _Stored(weight.flatten(1), bad, (codes, scale, factor))
+        return self._decoder.decode(matrix.format, moved)
 
     def _quantize(self, weight: Tensor, factor: float) -> _Coded:
         rows, cols = weight.shape
@@ -243,7 +184,7 @@ class CudaEncoder(RowEncoder):
         )  # fmt: skip
         return _Coded(codes, scales)
 
-    def _fp4(self, precision: Precision, of: _Stored) -> _Coded:
+    def _fp4(self, precision: Precision, of: Stored) -> _Coded:
         """As stored, or our own MXFP4."""
         if of.fp4 is not None:
             return _Coded(*of.fp4[:2])
@@ -296,16 +237,6 @@ def row_sections(layout: RowLayout) -> list[tuple[int, ...]]:
             (1, 1, 0, layout.down_codes, layout.down_scales),
         )
     ]
-
-
-def _nibbles(packed: Tensor) -> Tensor:
-    """uint8 [N, K/2], even k in the low nibble → uint8 [N, K]."""
-    return torch.stack([packed & 15, packed >> 4], -1).flatten(1)
-
-
-def _bad(scale: Tensor) -> Tensor:
-    """Whether any is negative, infinite or NaN; a bool scalar."""
-    return ~((scale >= 0) & (scale < torch.inf)).all()
 
 
 def measured_statistics(raw: U8, count: int, factor: float) -> MatrixStatistics:
