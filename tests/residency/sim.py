@@ -182,7 +182,7 @@ def check_pools(manager: ResidencyManager) -> None:
         slots = pool._slot_of[resident]
         assert len(set(slots.tolist())) == len(slots)
         assert (pool._row_in[slots] == resident).all()
-        assert (pool._row_in >= 0).sum() == len(resident)
+        assert (pool._row_in >= 0).sum() == len(resident) + manager._prefetch.held(pool)
         table = manager.address_table(pool.precision).reshape(-1)
         assert (np.flatnonzero(table) == resident).all()
         kept = np.flatnonzero(pool.kept)
@@ -190,12 +190,14 @@ def check_pools(manager: ResidencyManager) -> None:
         assert len(kept) <= pool.slots - pool.streaming
         idle = set(pool._idle)
         assert idle.isdisjoint(pool._slot_of[kept].tolist())
-        assert len(idle) + len(kept) == pool.slots, "a slot is lost"
+        held = manager._prefetch.held(pool)
+        assert len(idle) + len(kept) + held == pool.slots, "a slot is lost"
+        assert held <= max(0, pool.streaming - 1)
         empty = (pool._row_in[list(pool._idle)] < 0).tolist()
         assert empty == sorted(empty, reverse=True), "empty slots are not first"
         numbers = pool.metrics()
         assert numbers.used + numbers.free == numbers.slots == len(pool._row_in)
-        assert numbers.used == len(resident)
+        assert numbers.used == len(resident) + held
 
 
 def kept_rows(manager: ResidencyManager) -> set[RowKey]:
@@ -204,6 +206,16 @@ def kept_rows(manager: ResidencyManager) -> set[RowKey]:
         for pool in manager._pools
         for row in np.flatnonzero(pool.kept).tolist()
     }
+
+
+def coming_rows(manager: ResidencyManager) -> set[RowKey]:
+    """Those that are read ahead, once their reads have ended."""
+    found = set()
+    for pool, reads in zip(manager._pools, manager._prefetch._reads, strict=True):
+        for row, (_, (_, read)) in reads.items():
+            read.exception()
+            found.add(manager._key(row, pool.precision))
+    return found
 
 
 def resident_rows(manager: ResidencyManager) -> set[RowKey]:

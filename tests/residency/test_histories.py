@@ -26,6 +26,7 @@ from .sim import (
     ROW_BYTES,
     SimSource,
     check_pools,
+    coming_rows,
     random_device,
     resident_rows,
     run_lease,
@@ -68,6 +69,8 @@ class History:
         )
         self.asked: Counter[tuple[Precision, Phase]] = Counter()
         self.steps = self.waves = 0
+        self.foresees = rng.random() < 0.5
+        self.foreseen: set[RowKey] = set()
 
     def run(self, leases: int) -> None:
         layers = self.source.layers
@@ -77,6 +80,7 @@ class History:
                 layer = self.rng.choice(layers)
             self.lease(layer)
             check_pools(self.manager)
+        self.manager.prefetch({})
         self.check_counts()
         self.manager.close()
         assert self.manager.metrics().steps == self.steps
@@ -92,6 +96,13 @@ class History:
         missing = keys - resident_rows(self.manager)
         if rng.random() < 0.2:
             self.source.broken = {key for key in keys if rng.random() < 0.5}
+        coming = coming_rows(self.manager)  # waits, so that their reads are not counted below
+        before = len(self.source.reads)
+        if self.foresees and rng.random() < 0.7:
+            self.foresee(layer, list(asked))
+            missing &= keys - resident_rows(self.manager)
+        else:
+            missing -= coming
         fails = missing & self.source.broken
         stop = rng.choice((None, None, None, 0, 1))
         seen: list[Wave] = []
@@ -102,7 +113,6 @@ class History:
                 raise KernelError
             seen.append(wave)
 
-        before = len(self.source.reads)
         error: Exception | None = None
         try:
             run_lease(self.manager, layer, decode, scan, during)
@@ -112,10 +122,22 @@ class History:
         if error is None:
             assert not fails, "a row that cannot be read was handed out"
             assert len(read) == len(set(read)), "a row was read twice"
-            assert missing <= set(read) <= keys
+            assert missing <= set(read) <= keys | self.foreseen
         elif isinstance(error, PackError):
             assert any(error is raised for raised in self.source.raised), "another error"
         self.source.broken = set()
+
+    def foresee(self, layer: int, experts: list[int]) -> None:
+        """Asks for rows of this lease and of others, which may never need them."""
+        rng, everyone = self.rng, range(self.source.num_experts)
+        chosen = {
+            of: rng.sample(everyone, rng.randint(0, len(everyone))) for of in self.source.layers
+        }
+        chosen[layer] = [e for e in experts if rng.random() < 0.9]
+        chosen = {of: chosen[of] for of in chosen if rng.random() < 0.8}
+        self.foreseen = {RowKey(of, e, self.precision[of][e]) for of in chosen for e in chosen[of]}
+        self.manager.prefetch(chosen)
+        check_pools(self.manager)
 
     def check_counts(self) -> None:
         now, source = self.manager.metrics(), self.source

@@ -130,7 +130,7 @@ def test_one_lease_at_a_time_and_none_after_close() -> None:
     others = io_threads()
     m = manager(SimSource(), 12)
     with m.lease(1, decode=[3, 1], scan=[]) as lease:
-        with pytest.raises(ResidencyError, match="another is held"), m.lease(2, decode=[], scan=[]):
+        with pytest.raises(ResidencyError, match="a lease is held"), m.lease(2, decode=[], scan=[]):
             pass
         with pytest.raises(ResidencyError, match="a lease is held"):
             m.close()

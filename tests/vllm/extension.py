@@ -4,6 +4,7 @@ from typing import Any
 
 from blake3 import blake3
 
+from moet.vllm.ahead import hash_tables
 from moet.vllm.build import build_runtime
 from moet.vllm.gate.install import install
 from moet.vllm.method import find_runtime, moet_methods
@@ -19,6 +20,8 @@ class ServingTestExtension(MoetWorkerExtension):
         layers = [method.layer for method in methods]
         moe = methods[0].moe
         new = build_runtime(self.vllm_config, layers, moe.tp_rank, moe.tp_size)
+        if tables := hash_tables(self.vllm_config):
+            new.foresee(tables)
         for method in methods:
             method.runtime = new
         install(self)

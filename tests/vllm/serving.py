@@ -25,8 +25,8 @@ def engine(model: Path, settings: dict[str, Any] | None, **options: Any) -> Iter
         options |= {
             "quantization": "moet",
             "additional_config": options.get("additional_config", {}) | {"moet": settings},
-            "worker_extension_cls": "tests.vllm.extension.ServingTestExtension",
         }
+        options.setdefault("worker_extension_cls", "tests.vllm.extension.ServingTestExtension")
     defaults = {
         "dtype": "float32",
         "enforce_eager": True,

@@ -32,6 +32,7 @@ METRICS = Metrics(
     stall_seconds=0.5,
     evictions=7,
     promotions=5,
+    prefetched_rows=3,
     waves=20,
     read_errors=1,
     disk_latency=LatencyHistogram((*[0] * 6, 12, *[0] * (len(LATENCY_BOUNDS) - 6)), 0.25),

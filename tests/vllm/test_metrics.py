@@ -31,6 +31,7 @@ POOLS = Metrics(
     stall_seconds=0.5,
     evictions=7,
     promotions=5,
+    prefetched_rows=3,
     waves=20,
     read_errors=1,
     disk_latency=LATENCY,
@@ -59,6 +60,7 @@ TIERS = TierMetrics(
     promotions=20,
     demotions=18,
     evictions=11,
+    prefetched_rows=4,
     tiers={
         (BASE, Tier.GPU): TierUse(64, 64, 4096),
         (BASE, Tier.ARENA): TierUse(32, 30, 4096),

@@ -18,6 +18,7 @@ from moet.residency.backend import SlotBackend
 from moet.residency.metrics import Counters, Phase
 from moet.residency.policy import Policy
 from moet.residency.pool import I64, Mask, SlotPool
+from moet.residency.prefetch import Prefetch
 from moet.residency.reader import ReadResult, RowReader
 
 # Into how many waves a layer's missing rows are cut where there is room for all of them at once:
@@ -48,7 +49,7 @@ class Lease:
 
     Args:
         experts: int64 [n], ascending. rows: their flat indices. decode: which of them decode needs.
-        pool_index: int [n], into `pools`.
+        pool_index: int [n], into `pools`. prefetch: has read some of the rows, or still does.
         key: the RowKey of a flat index and a precision, for the source.
     """
 
@@ -64,19 +65,23 @@ class Lease:
         reader: RowReader,
         backend: SlotBackend,
         counters: Counters,
+        prefetch: Prefetch,
     ) -> None:
         self._experts, self._rows, self._pool_index = experts, rows, pool_index
         self._pools, self._reader, self._backend = pools, reader, backend
-        self._key, self._counters = key, counters
+        self._key, self._counters, self._prefetch = key, counters, prefetch
         self._reads: dict[int, tuple[int, Future[ReadResult]]] = {}  # position → slot, read
         self._missing = np.zeros(len(rows), np.bool_)
+        self._coming = np.zeros(len(rows), np.bool_)
         self._released = 0  # positions before this one have been released
         self._current: tuple[int, int] | None = None  # (end, epoch) of the wave handed out
         limits = [0] * len(pools)
         for index, pool in enumerate(pools):
             mine = (pool_index == index).nonzero()[0]
             if mine.size:
-                missing, limits[index] = pool.pin(rows[mine], decode[mine], policy)
+                coming = prefetch.coming(index, rows[mine])
+                missing, limits[index] = pool.pin(rows[mine], decode[mine], policy, coming)
+                self._coming[mine] = coming
                 self._missing[mine] = missing
                 self._count(pool, missing, decode[mine])
         self.misses = int(np.count_nonzero(self._missing))
@@ -101,6 +106,8 @@ class Lease:
         self._end_wave()
         end = next(self._ends)
         self._start_reads(end)
+        if not any(self._pending):
+            self._prefetch.start()
         self._over = self._finish_reads(end)
         if self._over is not None:
             raise self._over
@@ -120,7 +127,8 @@ class Lease:
         ends, count, passing = [], per_wave, [0] * len(limits)
         for position in self._missing.nonzero()[0].tolist():
             index = self._pool_index[position]
-            passes = not self._pools[index].kept[self._rows[position]]
+            kept = self._pools[index].kept[self._rows[position]]
+            passes = not (kept or self._coming[position])
             if count == per_wave or (passes and passing[index] == limits[index]):
                 ends.append(position)
                 count, passing = 0, [0] * len(limits)
@@ -130,16 +138,18 @@ class Lease:
 
     def _start_reads(self, end: int) -> None:
         """Starts reads in ascending order: all before `end`, later ones as far as slots allow."""
-        for pool, pending in zip(self._pools, self._pending, strict=True):
+        for number, (pool, pending) in enumerate(zip(self._pools, self._pending, strict=True)):
             while pending:
                 position = pending[0]
                 row = int(self._rows[position])
-                slot = pool.take(row, wait=position < end)
-                if slot is None:
-                    break
+                read = self._prefetch.take(number, row)
+                if read is None:
+                    slot = pool.take(row, wait=position < end)
+                    if slot is None:
+                        break
+                    read = slot, self._reader.start(self._key(row, pool.precision), slot)
                 pending.popleft()
-                key = self._key(row, pool.precision)
-                self._reads[position] = (slot, self._reader.start(key, slot))
+                self._reads[position] = read
 
     def _finish_reads(self, end: int) -> BaseException | None:
         """Publishes the rows before `end`; returns the error of the first that failed."""

@@ -22,6 +22,7 @@ from moet.residency.lease import Lease
 from moet.residency.metrics import Counters, LatencyHistogram, Metrics, Phase
 from moet.residency.policy import POLICIES
 from moet.residency.pool import Mask, SlotPool
+from moet.residency.prefetch import Prefetch
 from moet.residency.reader import ReadResult, RowReader
 from moet.residency.recorder import TraceRecorder
 
@@ -124,6 +125,7 @@ class ResidencyManager(Closing):
                 )
                 for name in present
             ]
+            self._prefetch = Prefetch(self._pools, self._key, self._reader, self._counters)
             self._hot_set: HotSet | None = None
             if hot_set is not None:
                 self._hot_set = self._make_hot_set(hot_set, self._hot_pool(names))
@@ -156,11 +158,7 @@ class ResidencyManager(Closing):
             raise ResidencyError(f"layer {layer} has no routed experts on this rank.")
         decoded = self._mask(layer, decode)
         experts = (decoded | self._mask(layer, scan)).nonzero()[0]
-        if not self._leased.acquire(blocking=False):
-            raise ResidencyError("a lease is asked for while another is held.")
-        if self._closed:
-            self._leased.release()
-            raise ResidencyError("a lease is asked for after the manager was closed.")
+        self._hold("a lease is asked for")
         if index == 0 and not recovery:
             self._begin_step()
         used = decoded.nonzero()[0]
@@ -170,6 +168,7 @@ class ResidencyManager(Closing):
         policy.touch(index, used, self._step)
         if self._recorder is not None and not recovery:
             self._recorder.use(index, used, experts[~decoded[experts]])
+        self._prefetch.forget(index)
         lease = Lease(
             experts,
             index * self.num_experts + experts,
@@ -181,6 +180,7 @@ class ResidencyManager(Closing):
             self._reader,
             self._backend,
             self._counters,
+            self._prefetch,
         )
         self._step_missed |= lease.misses > 0
         try:
@@ -188,7 +188,37 @@ class ResidencyManager(Closing):
         finally:
             # Not released if this is interrupted: a read may still be running then.
             lease.finish()
+            self._prefetch.end(index)
             self._leased.release()
+
+    def prefetch(self, experts: Mapping[int, ArrayLike]) -> None:
+        """Begins to read rows that the next leases of these layers will ask for.
+
+        What was asked for before is given up. experts: by the model's index of the layer, ids in
+        any order; layers that this rank does not have are passed over. A row that cannot be read
+        fails the lease that needs it, no other.
+
+        Raises ResidencyError for an expert that does not exist, and while a lease is held.
+        """
+        wanted = {
+            self._index[layer]: self._mask(layer, ids).nonzero()[0]
+            for layer, ids in sorted(experts.items())
+            if layer in self._index
+        }
+        self._hold("rows are asked for ahead")
+        try:
+            self._prefetch.ask(
+                (index, int(self._pool_of[index, expert]), index * self.num_experts + expert)
+                for index, ids in wanted.items()
+                for expert in ids.tolist()
+            )
+        finally:
+            self._leased.release()
+
+    @property
+    def all_in_memory(self) -> bool:
+        """Whether every pool has room for all its rows."""
+        return all(pool.slots == len(pool.rows) for pool in self._pools)
 
     def address_table(self, precision: Precision) -> NDArray[np.int64]:
         """Read-only view, int64 [layers, experts]: where each row is; 0 = not resident."""
@@ -210,6 +240,7 @@ class ResidencyManager(Closing):
             stall_seconds=c.stall_seconds,
             evictions=sum(pool.evictions for pool in self._pools),
             promotions=sum(pool.promotions for pool in self._pools),
+            prefetched_rows=self._prefetch.count,
             waves=c.waves,
             read_errors=c.read_errors,
             disk_latency=LatencyHistogram(tuple(c.latency_counts), c.latency_seconds),
@@ -237,6 +268,14 @@ class ResidencyManager(Closing):
             self._recorder.close()
         self._backend.wait(self._counters.waves)
         self._backend.close()
+
+    def _hold(self, what: str) -> None:
+        """Nothing else may be done with the pools until `_leased` is released."""
+        if not self._leased.acquire(blocking=False):
+            raise ResidencyError(f"{what} while a lease is held.")
+        if self._closed:
+            self._leased.release()
+            raise ResidencyError(f"{what} after the manager was closed.")
 
     def _fill(self, warm: bool, progress: Callable[[int, int], None] | None) -> None:
         """Reads the rows to begin with; the first that fails ends it with its error."""

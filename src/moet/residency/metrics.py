@@ -68,7 +68,8 @@ class Metrics:
     these. hits, misses: experts asked for that were, or were not, in memory. memory_bytes: bytes
     of the rows that hit; disk_bytes: bytes read from the source, to start warm too. stall_seconds:
     time a lease waited for disk. evictions: rows that lost their place. promotions: rows that
-    decode began to keep. waves: also the newest epoch. read_errors: rows that could not be read.
+    decode began to keep. prefetched_rows: whose reads began before a lease asked for them. waves:
+    also the newest epoch. read_errors: rows that could not be read.
     """
 
     steps: int
@@ -80,6 +81,7 @@ class Metrics:
     stall_seconds: float
     evictions: int
     promotions: int
+    prefetched_rows: int
     waves: int
     read_errors: int
     disk_latency: LatencyHistogram

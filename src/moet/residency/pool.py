@@ -87,26 +87,31 @@ class SlotPool:
         for slot in self._slot_of[rows].tolist():
             self._idle[slot] = None
 
-    def pin(self, rows: I64, decode: Mask, policy: Policy) -> tuple[Mask, int]:
-        """Begins a lease of `rows` (ascending); `decode` marks those that decode needs.
+    def resident(self, row: int) -> bool:
+        return bool(self._slot_of[row] >= 0)
+
+    def pin(self, rows: I64, decode: Mask, policy: Policy, coming: Mask) -> tuple[Mask, int]:
+        """Begins a lease of `rows` (ascending); `decode` marks those that decode needs, `coming`
+        those that are being read ahead, into slots of their own.
 
         First decides, by decode's needs alone, which rows are kept from now on. Afterwards those of
         `rows` that are resident stay so until `release`.
 
         Returns (bool mask of the rows to be read, limit), where a wave must not hold more than
-        `limit` passing rows to be read. If such waves of ascending rows are read, used and released
-        one after the other, `take` always finds a slot for the current one: `to_keep` slots are set
-        aside for the rows that will be kept, the others are at least the limit, and a wave that is
-        released gives its passing rows' slots back. A wave takes half of those where it can, so
-        that the next is read meanwhile.
+        `limit` passing rows that are yet to get a slot. If such waves of ascending rows are read,
+        used and released one after the other, `take` always finds a slot for the current one:
+        `to_keep` slots are set aside for the rows that will be kept, the others are at least the
+        limit, and a wave that is released gives its passing rows' slots back. A wave takes half of
+        those where it can, so that the next is read meanwhile. Slots that are filled ahead for
+        other layers may be as many as `streaming − 1`: one is left for passing rows then.
         """
         self._admit(rows[decode & ~self.kept[rows]], policy)
         found = self._slot_of[rows] >= 0
         for slot in self._slot_of[rows[found]].tolist():
             self._idle.pop(slot, None)
         kept = self.kept[rows]
-        to_keep = int(np.count_nonzero(kept & ~found))
-        to_pass = int(np.count_nonzero(~(kept | found)))
+        to_keep = int(np.count_nonzero(kept & ~(found | coming)))
+        to_pass = int(np.count_nonzero(~(kept | found | coming)))
         # Passing rows that are here may hold all the slots that others need: drop the last ones.
         for last in np.flatnonzero(found & ~kept)[::-1].tolist():
             if len(self._idle) >= to_keep + min(to_pass, self.streaming):
@@ -141,6 +146,10 @@ class SlotPool:
         row = self._row_in[slot]
         self._slot_of[row] = slot
         self.address.reshape(-1)[row] = self._backend.address(self.precision, slot)
+
+    def let_pass(self, slot: int) -> None:
+        """A row that has been read ahead, and that no lease needs."""
+        self._idle[slot] = None
 
     def discard(self, slot: int) -> None:
         """The row could not be read: the slot is empty again."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from moet.vllm.ahead import LooksAhead
 from moet.vllm.failures import StepMark
 from moet.vllm.gate.install import HasGate
 from moet.vllm.steps import ChecksSteps
@@ -19,7 +20,7 @@ class _Known(StepMark):
         return self._error
 
 
-class MoetCPUWorker(HasGate, ChecksSteps, CPUWorker):  # type: ignore[misc]
+class MoetCPUWorker(LooksAhead, HasGate, ChecksSteps, CPUWorker):  # type: ignore[misc]
     """`parallel_config.worker_cls` on the CPU."""
 
     def _mark(self) -> StepMark | None:

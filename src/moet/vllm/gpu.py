@@ -132,6 +132,14 @@ class GPURuntime(RankExperts):
             bias=None if call.biases is None else call.biases.gate_up,
         )  # fmt: skip
 
+    def foresee(self, tables: Mapping[int, Tensor]) -> None:
+        self.device.foresee({self._index[layer]: table for layer, table in tables.items()})
+
+    def prefetch(self, token_ids: Tensor) -> None:
+        """See the base class; launches only, so that it may be captured in a CUDA graph."""
+        if torch.cuda.is_current_stream_capturing() or not self.tiers.all_in_memory:
+            self.device.ahead(token_ids, self._now.code)
+
     def all_at_fp4(self, on: bool) -> bool:
         """See the base class; for the thread that launches steps, between two of them."""
         if on != self._all_at_fp4:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.worker.gpu_worker import Worker
 
+from moet.vllm.ahead import LooksAhead
 from moet.vllm.failures import StepMark
 from moet.vllm.gate.install import HasGate
 from moet.vllm.steps import ChecksSteps
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from moet.vllm.gpu import GPURuntime
 
 
-class MoetGPUWorker(HasGate, ChecksSteps, Worker):  # type: ignore[misc]
+class MoetGPUWorker(LooksAhead, HasGate, ChecksSteps, Worker):  # type: ignore[misc]
     """`parallel_config.worker_cls` on a GPU."""
 
     _moet_serves = False  # warm-up steps are over

@@ -11,6 +11,7 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
 from moet.errors import MoetError, UnsupportedError
+from moet.vllm.ahead import hash_tables
 from moet.vllm.build import build_runtime
 from moet.vllm.construction import ends_failed_steps
 from moet.vllm.layer import (
@@ -95,12 +96,12 @@ class MoetMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
     def process_weights_after_loading(self, layer: Any) -> None:
         # Set here, or vLLM asks for it again in every forward, inside the compiled region.
         self.moe_quant_config = FusedMoEQuantConfig.make()
-        runtime = find_runtime(self._vllm_config) or build_runtime(
-            self._vllm_config,
-            [method.layer for method in moet_methods(self._vllm_config)],
-            self.moe.tp_rank,
-            self.moe.tp_size,
-        )
+        runtime = find_runtime(self._vllm_config)
+        if runtime is None:
+            layers = [method.layer for method in moet_methods(self._vllm_config)]
+            runtime = build_runtime(self._vllm_config, layers, self.moe.tp_rank, self.moe.tp_size)
+            if tables := hash_tables(self._vllm_config):
+                runtime.foresee(tables)
         runtime.check_layer(
             self.layer,
             layer.global_num_experts,

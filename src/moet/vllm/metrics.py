@@ -32,6 +32,7 @@ _COUNTERS = {
     "promotions": "Rows that moved to GPU memory; on the CPU, that decoding began to keep.",
     "demotions": "Rows that left GPU memory for host memory.",
     "evictions": "Rows that are on disk only again.",
+    "prefetched_rows": "Rows whose reading began before the layer that uses them asked for them.",
     "read_errors": "Rows that could not be read or failed their checksum.",
     "requests": "Times that a step asked for rows on disk.",
     "failed_requests": "Of these, times that a row could not be had: the step has failed.",

@@ -75,6 +75,16 @@ class RankExperts(Closing):
         experts all run at recovery's precision.
         """
 
+    def foresee(self, tables: Mapping[int, Tensor]) -> None:
+        """Before the first pass: these layers' experts follow from the token ids.
+
+        tables: by layer, int [vocabulary, top-k] (`ahead.hash_tables`).
+        """
+
+    def prefetch(self, token_ids: Tensor) -> None:
+        """A pass of these tokens, int [T], begins: has rows read that its hash-routed layers will
+        find on disk, waiting for nothing. They are right without it."""
+
     @abstractmethod
     def stats(self) -> dict[str, Any]:
         """The rank's statistics as plain values (`stats.py`)."""

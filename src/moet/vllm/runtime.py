@@ -58,6 +58,7 @@ class Runtime(RankExperts):
         self._recovery_factors = {
             layer: self.source.factors(layer, of) for layer, of in self.recovery.items()
         }
+        self._tables: dict[int, NDArray[np.integer]] = {}
         manager = self.manager
         self._summary = Summary(lambda: describe(manager.metrics()))
         weakref.finalize(self, close_all, manager, self.source)
@@ -89,6 +90,19 @@ class Runtime(RankExperts):
             biases.add_down(ids, weights, out)
         self._summary()
         return out.to(x.dtype)
+
+    def foresee(self, tables: Mapping[int, Tensor]) -> None:
+        self._tables = {layer: table.cpu().numpy() for layer, table in tables.items()}
+
+    def prefetch(self, token_ids: Tensor) -> None:
+        if self.manager.all_in_memory:
+            return
+        ids = np.unique(token_ids.cpu().numpy())
+        known = {
+            layer: table[ids[(ids >= 0) & (ids < len(table))]]
+            for layer, table in self._tables.items()
+        }
+        self.manager.prefetch({layer: _unique(of) for layer, of in known.items()})
 
     def _accumulate(self, call: _Call, recovery: bool = False) -> None:
         """Adds up each expert's output for the tokens that it has."""
@@ -150,6 +164,6 @@ class _Call:
         return replace(self, ids=self.ids.masked_fill(others[:, None], -1))
 
 
-def _unique(ids: NDArray[np.int32]) -> NDArray[np.int64]:
+def _unique(ids: NDArray[np.integer]) -> NDArray[np.int64]:
     found = np.unique(ids).astype(np.int64)
     return found[found >= 0]

@@ -26,6 +26,7 @@ _POOLS = (
     "stall_seconds",
     "evictions",
     "promotions",
+    "prefetched_rows",
     "read_errors",
 )
 _TIERS = (
@@ -36,6 +37,7 @@ _TIERS = (
     "evictions",
     "promotions",
     "demotions",
+    "prefetched_rows",
     "read_errors",
     "requests",
     "failed_requests",

@@ -65,6 +65,13 @@ class History:
         )
         self.steps = steps(self.device, self.source, self.code)
         on_device = self.steps.torch_device
+        self.foresees = rng.random() < 0.5
+        if self.foresees:
+            self.permutation = torch.randperm(
+                self.experts, generator=torch.Generator().manual_seed(seed), dtype=torch.int32
+            ).to(on_device)
+            tables = dict(enumerate(self._tables()))
+            self.device.foresee(tables)
         self.own = torch.from_numpy(self.code.copy()).to(on_device)
         self.fp4 = torch.full_like(self.own, PRECISION_CODES[FP4])
         self.manager = self._manager()
@@ -84,13 +91,15 @@ class History:
                 (self.layers, DECODE_TOKENS, TOP_K), -1, dtype=torch.int32,
                 device=self.steps.torch_device,
             )  # fmt: skip
+            tokens = self._tokens(static[0])
             with manager.quiet():
-                replay = self.steps.captured(lambda: self._launch(list(static)))
+                replay = self.steps.captured(lambda: self._launch(tokens, list(static)))
             resizes: list[Future[None]] = []
             for _ in range(rng.randint(5, 20)):
                 if rng.random() < 0.6:
-                    ids = torch.stack([self._ids(Phase.DECODE) for _ in static])
+                    ids = torch.stack(self._routing(Phase.DECODE))
                     self.steps.write(static, ids)
+                    self.steps.write(tokens, self._tokens(ids[0]))
                     self.used[Phase.DECODE] += sum(self._different(of) for of in ids)
                     replay()
                     self.decoded += 1
@@ -105,15 +114,17 @@ class History:
             self.source.broken = set()
             self._rest(resizes)
 
-    def _launch(self, ids: list[torch.Tensor]) -> None:
+    def _launch(self, tokens: torch.Tensor, ids: list[torch.Tensor]) -> None:
+        self.device.ahead(tokens)
         for layer, chosen in enumerate(ids):
             rows = self.device.ensure(layer, chosen)
             self.steps.check(layer, rows, chosen, self.device.code)
         self.device.finish()
 
     def _pass(self, phase: Phase, **options: Any) -> None:
-        ids = [self._ids(phase) for _ in range(self.layers)]
+        ids = self._routing(phase)
         self.used[phase] += sum(map(self._different, ids))
+        self.device.ahead(self._tokens(ids[0]), options.get("code"))
         for layer, chosen in enumerate(ids):
             rows = self.device.ensure(layer, chosen, **options)
             code = options.get("code")
@@ -143,6 +154,27 @@ class History:
 
     def _different(self, ids: torch.Tensor) -> int:
         return sum(0 <= e < self.experts for e in ids.unique().tolist())
+
+    def _routing(self, phase: Phase) -> list[torch.Tensor]:
+        """By layer. What was foreseen of the second is right now and then."""
+        ids = [self._ids(phase) for _ in range(self.layers)]
+        if self.foresees and self.rng.random() < 0.6:
+            experts = (ids[0] >= 0) & (ids[0] < self.experts)
+            chosen = self.permutation[ids[0].clamp(0, self.experts - 1).long()]
+            ids[1] = torch.where(experts, chosen, ids[0])
+        return ids
+
+    def _tables(self) -> list[torch.Tensor]:
+        """Of the first two layers: token a · experts + b is for experts a and b."""
+        each = torch.arange(self.experts, dtype=torch.int32, device=self.steps.torch_device)
+        first = torch.cartesian_prod(each, each).contiguous()
+        return [first, self.permutation[first.long()].contiguous()]
+
+    def _tokens(self, ids: torch.Tensor) -> torch.Tensor:
+        """The tokens that use these experts; −1 where one of them is none."""
+        a, b = ids[:, 0], ids[:, 1]
+        known = ((ids >= 0) & (ids < self.experts)).all(1)
+        return torch.where(known, a * self.experts + b, -1)
 
     def _ids(self, phase: Phase) -> torch.Tensor:
         """Experts of low number more often; some ids are no experts."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from moet.errors import ConfigError
 from moet.kernels.cuda.launch import CudaError
 from moet.kernels.cuda.shape import REMOTE
+from moet.residency.cuda.ahead import Routes, hints_type
 from moet.residency.cuda.device import CudaTierDevice, LayerRows
 from moet.residency.cuda.kernels import Staged
 from moet.residency.cuda.mailbox import HOST_ENTRY, Mailbox, mailbox_type
@@ -171,6 +172,13 @@ class StandInKernels:
     def stage(self, layer: int, code: Tensor, into: Staged, blocks: int, stream: int) -> None:
         self.launch(lambda: self._stage(layer, code, into))
 
+    def foresee(self, routes: Routes, hints: np.ndarray) -> None:
+        kind = hints_type(len(routes.layers), len(self.plane), self.experts)
+        self.routes, self.hints = routes, hints.view(kind)[0]
+
+    def ahead(self, token_ids: Tensor, code: Tensor) -> None:
+        self.launch(lambda: self._ahead(token_ids, code))
+
     def finish(self) -> None:
         self.launch(self._finish)
 
@@ -252,6 +260,17 @@ class StandInKernels:
                 into.rows[staged, : row.size] = torch.from_numpy(row.copy())
                 into.slot[e] = staged
                 staged += 1
+
+    def _ahead(self, token_ids: Tensor, code: Tensor) -> None:
+        missing = self.hints["missing"]
+        bits = np.zeros((*missing.shape[:2], missing.shape[2] * 32), np.uint8)
+        for i, (layer, table) in enumerate(zip(*vars(self.routes).values(), strict=True)):
+            known = token_ids[(token_ids >= 0) & (token_ids < len(table))].long()
+            for e in table[known].unique().tolist():
+                plane = self.plane[int(code[layer, e])]
+                bits[i, plane, e] = not self.table[plane, layer, e]
+        missing[:] = np.packbits(bits, axis=2, bitorder="little").view(np.uint32)
+        self.hints["number"] += np.uint64(bits.any())
 
     def _finish(self) -> None:
         mail = self.mail

@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 
-from moet.errors import ConfigError
+from moet.errors import ConfigError, PackError
+from moet.pack.source import RowKey
 from moet.residency.cuda import device, memory
 from moet.residency.cuda.copies import DeviceCopy
-from moet.residency.tiers import Tier
+from moet.residency.tiers import Tier, TieredResidency, TierOptions, TierSizes
 
 from .history import run_block
-from .source import BASE, ROW_BYTES
+from .source import BASE, FIRST_LAYER, ROW_BYTES, RandomRows
 from .stalls import run_stall
 from .stand_in import StandInDriver, StandInKernels, StandInSteps
 
@@ -101,3 +103,62 @@ def test_the_owner_calls_the_driver_to_grow_only(monkeypatch: pytest.MonkeyPatch
     run_block(range(20), StandInSteps)
     assert ("moet-copy", "start_copies") in calls
     assert {name for thread, name in calls if thread == "moet-residency"} <= {"gpu_memory"}
+
+
+class Late(RandomRows):
+    """No row comes before `begun` has so many keys."""
+
+    begun: ClassVar[list[RowKey]]
+    wanted = 0
+
+    def read(self, key: RowKey, out: np.ndarray) -> int:
+        self.begun.append(key)
+        end = time.monotonic() + 30
+        while len(self.begun) < self.wanted:
+            assert time.monotonic() < end, "reads are not begun side by side"
+            time.sleep(1e-4)
+        return super().read(key, out)
+
+
+def test_rows_are_read_before_a_layer_asks() -> None:
+    """Those of both hash-routed layers, side by side. One that cannot be read fails the steps that
+    use it, and no other."""
+    source, code = Late(2, 8, [BASE], seed=1), np.zeros((2, 8), np.uint8)
+    source.begun = []
+    made = device.CudaTierDevice(
+        code, {BASE: ROW_BYTES[BASE]}, 2, torch.device("cpu"), decode_tokens=4
+    )
+    table = torch.tensor([[0, 1], [2, 3], [4, 4]], dtype=torch.int32)
+    made.foresee({0: table, 1: table + 1})
+    steps = StandInSteps(made, source, code)
+    options = TierOptions(layer_rows=2, io_threads=8)
+    with TieredResidency(
+        source, source.layers, {BASE: code == 0}, {BASE: TierSizes(2, 20)}, made, options
+    ) as manager:
+        manager.start()
+
+        def step(token: int, reads: int) -> None:
+            source.wanted = len(source.begun) + reads
+            made.ahead(torch.tensor([token, -1, 3]))
+            while len(source.begun) < source.wanted or manager._owner.in_flight:
+                time.sleep(1e-4)
+            for layer in (0, 1):
+                ids = table[[token]] + layer
+                steps.check(layer, made.ensure(layer, ids), ids, made.code)
+            made.finish()
+            steps.synchronize()
+
+        step(0, 4)
+        keys = [(0, 0), (0, 1), (1, 1), (1, 2)]
+        assert sorted(source.begun) == [RowKey(FIRST_LAYER + i, e, BASE) for i, e in keys]
+        now = manager.metrics()
+        assert (now.requests, now.prefetched_rows, now.disk_reads) == (0, 4, 4)
+        source.broken = {RowKey(FIRST_LAYER + 1, 4, BASE)}
+        step(1, 4)
+        assert made.failed_steps() == 1
+        assert isinstance(manager.failure(made.failed_step()), PackError)
+        step(0, 0)
+        step(2, 2)
+        now = manager.metrics()
+        assert made.failed_steps() == now.requests == now.failed_requests == 1
+        assert steps.wrong == 0

@@ -6,6 +6,7 @@ import pytest
 
 from moet.kernels.cuda.compiler import KernelCompileError, compile_cubin, compile_text
 from moet.kernels.cuda.target import CAPABILITIES, Target
+from moet.residency.cuda.ahead import hints_type
 from moet.residency.cuda.kernels import state_words
 from moet.residency.cuda.mailbox import mailbox_type, mask_words
 
@@ -20,11 +21,13 @@ FIELDS = ("begun", "done", "failures", "failed_step", "steps", "steps_local", "r
 def defines(layers: int, experts: int, planes: int) -> dict[str, int]:
     sizes = {f"ROW_BYTES_{i}": 4096 * (i + 1) for i in range(3)}
     words = mask_words(experts)
-    return {"LAYERS": layers, "EXPERTS": experts, "PLANES": planes, "MASK_WORDS": words} | sizes
+    ahead = {"AHEAD": min(3, layers), "VOCABULARY": 129_280, "TOP_K": 6}
+    of = {"LAYERS": layers, "EXPERTS": experts, "PLANES": planes, "MASK_WORDS": words}
+    return of | sizes | ahead
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("source", ["ensure.cu", "stage.cu"])
+@pytest.mark.parametrize("source", ["ensure.cu", "stage.cu", "ahead.cu"])
 def test_compiles(capability: tuple[int, int], source: str) -> None:
     for shape in SHAPES:
         cubin = compile_cubin(source, Target.of(*capability).architecture, defines(*shape))
@@ -39,6 +42,9 @@ def test_memory_is_laid_out_alike(shape: tuple[int, int, int]) -> None:
     checks = [f"__builtin_offsetof(Mailbox, {f}) == {kind.fields[f][1]}" for f in FIELDS]
     checks.append(f"sizeof(Mailbox) == {kind.itemsize}")
     checks.append(f"sizeof(State) == {8 * state_words(planes, layers, experts)}")
+    hints = hints_type(3, planes, experts)
+    checks.append(f"__builtin_offsetof(Hints<3>, missing) == {hints.fields['missing'][1]}")
+    checks += [f"sizeof(Hints<3>) == {hints.itemsize}", "sizeof(Posting) == 16"]
     text = "\n".join(['#include "tiers.cuh"', *(f'static_assert({c}, "");' for c in checks)])
     compile_text(text, "layout.cu", "80", defines(*shape))
     with pytest.raises(KernelCompileError, match="static assertion"):

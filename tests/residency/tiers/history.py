@@ -34,6 +34,7 @@ class History:
         self.experts = rng.randint(2, 6)
         self.source = SimSource(range(3, 3 + self.layers), self.experts)
         self.device = SimDevice(self.layers, self.experts, rng)
+        self.device.hints = rng.random() < 0.5
         self.honest = rng.random() < 0.8
         self.top = rng.randint(1, self.experts)  # the most rows of a layer in a step
         self.rows = self._owned()

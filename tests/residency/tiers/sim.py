@@ -109,6 +109,8 @@ class SimDevice(TierDevice):
         self.capturing = False
         self.request: Request | None = None
         self.answered: dict[int, bool] = {}
+        self.hint: dict[Precision, list[int]] | None = None
+        self.hints = False  # whether steps say ahead what they are about to use
         self.requests = 0
         self.failed: list[int] = []
         self.steps: list[Step] = []
@@ -176,6 +178,11 @@ class SimDevice(TierDevice):
     def poll(self) -> Request | None:
         self._others()
         return self.request
+
+    def poll_ahead(self) -> dict[Precision, list[int]] | None:
+        self._others()
+        hint, self.hint = self.hint, None
+        return hint
 
     def answer(self, number: int, ok: bool) -> None:
         assert self.request is not None
@@ -250,6 +257,9 @@ class SimDevice(TierDevice):
 
     def _run(self, steps: Sequence[Step]) -> Iterator[None]:
         for phase, layers in steps:
+            if self.hints and self.rng.random() < 0.8:
+                self.hint = self._foresee(layers)
+                yield
             number = self._begun = self._begun + 1
             yield
             local = True
@@ -289,6 +299,18 @@ class SimDevice(TierDevice):
             self._local += phase == Phase.DECODE and local
             self._done = number
             yield
+
+    def _foresee(self, layers: Sequence[Any]) -> dict[Precision, list[int]]:
+        """The rows on disk of a step's first layers; or now and then any rows."""
+        experts = next(iter(self._use.values())).shape[1]
+        hint: dict[Precision, list[int]] = {}
+        for layer, used in layers[: self.rng.randint(1, 3)]:
+            for precision, chosen in used.items():
+                rows = [layer * experts + e for e in chosen]
+                if self.rng.random() < 0.2:
+                    rows = self.rng.choices(range(self._use[precision].size), k=4)
+                hint.setdefault(precision, []).extend(rows)
+        return hint
 
     def _ensure(self, layer: int, missing: list[Row], found: dict[Row, Place]) -> Iterator[None]:
         """Posts a request and waits for its answer."""

@@ -37,7 +37,8 @@ def test_ten_thousand_histories(block: int) -> None:
 
 def test_histories_go_everywhere() -> None:
     """Each thing that can happen does happen, and not in one history only."""
-    seen = dict.fromkeys(("promotions", "demotions", "evictions", "read_errors", "failed"), 0)
+    names = ("promotions", "demotions", "evictions", "read_errors", "failed", "prefetched")
+    seen = dict.fromkeys(names, 0)
     resized = captured = 0
     for seed in range(100):
         history = History(seed)
@@ -57,6 +58,7 @@ def test_histories_go_everywhere() -> None:
         seen["evictions"] += now.evictions > 0
         seen["read_errors"] += now.read_errors > 0
         seen["failed"] += now.failed_requests > 0
+        seen["prefetched"] += now.prefetched_rows > 0
     assert min(seen.values()) >= 5, seen
     assert resized >= 5
     assert captured >= 5

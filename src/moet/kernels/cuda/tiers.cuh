@@ -36,6 +36,19 @@ struct State {
   u64 entries[kPlanes][LAYERS][EXPERTS];  // the table as the step found it; not if `stale`
 };
 
+// In host memory, of ahead.cu; residency/cuda/ahead.py has the same.
+template <int kLayers>
+struct Hints {
+  u64 number, line[15];
+  u32 missing[kLayers][kPlanes][MASK_WORDS];
+};
+
+// In GPU memory.
+struct Posting {
+  u64 number;
+  u32 arrived, lost;
+};
+
 __device__ __forceinline__ u64 load_system(const u64* p) {
   u64 v;
   asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");

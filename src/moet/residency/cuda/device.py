@@ -15,6 +15,7 @@ from torch import Tensor
 from moet.errors import ConfigError
 from moet.formats.layout import Precision
 from moet.kernels.cuda.shape import PRECISION_CODES
+from moet.residency.cuda.ahead import Hints, Routes, hints_type
 from moet.residency.cuda.copies import CopyStreams, DeviceCopy
 from moet.residency.cuda.driver import Driver
 from moet.residency.cuda.kernels import TierKernels
@@ -89,12 +90,12 @@ class CudaTierDevice(TierDevice):
         self._patience = round(patience * 1e3)
         self._row_bytes = dict(precisions)
         self._driver = driver = Driver(device)
+        self._host: list[int] = []
         planes = sorted(precisions, key=PRECISION_CODES.__getitem__)
         self._plane = {p: i for i, p in enumerate(planes)}
-        size = Mailbox.bytes_needed(len(planes), *code.shape)
-        self._host = driver.host_memory(size)
-        memory = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(self._host))
+        memory = self._host_memory(Mailbox.bytes_needed(len(planes), *code.shape))
         self._mailbox = Mailbox(self._plane, code.shape, memory)
+        self._hints: Hints | None = None
         kinds = {PRECISION_CODES[p]: precisions[p] for p in planes}
         self._kernels = TierKernels(code, kinds, self._mailbox, device)
         self.code = self._kernels.code
@@ -165,6 +166,27 @@ class CudaTierDevice(TierDevice):
         if self._staging is not None and self._from_first and part is None:
             self._staging.start(layer, code, ids)
         return rows
+
+    def foresee(self, tables: Mapping[int, Tensor]) -> None:
+        """Prepares `ahead`, before the first step.
+
+        tables: of the hash-routed layers, by index: int32 or int64 [vocabulary, top-k], on the
+        device: the experts of a token's id. Raises UnsupportedError for tables of several forms.
+        """
+        routes, (_, experts) = Routes.of(tables), self.code.shape
+        kind = hints_type(len(routes.layers), len(self._plane), experts)
+        hints = Hints(routes.layers, self._plane, experts, self._host_memory(kind.itemsize))
+        self._kernels.foresee(routes, hints.memory)
+        self._hints = hints
+
+    def ahead(self, token_ids: Tensor, code: Tensor | None = None) -> None:
+        """At the start of a pass: has the rows read that its hash-routed layers will find on disk.
+
+        Waits for nothing, and may be captured. token_ids: of the pass, int32 or int64. code: as of
+        `ensure`.
+        """
+        if self._hints is not None:
+            self._kernels.ahead(token_ids.contiguous(), self.code if code is None else code)
 
     def wait_for_rows(self) -> None:
         """Waits until the device has passed the last `ensure`, without holding the interpreter.
@@ -259,6 +281,9 @@ class CudaTierDevice(TierDevice):
     def poll(self) -> Request | None:
         return self._mailbox.poll()
 
+    def poll_ahead(self) -> dict[Precision, list[int]] | None:
+        return None if self._hints is None else self._hints.poll()
+
     def answer(self, number: int, ok: bool) -> None:
         """See the base class. The step finds out by itself: it looks at the entries again, and
         fails if one is still 0."""
@@ -271,7 +296,8 @@ class CudaTierDevice(TierDevice):
         return self._mailbox.counts()
 
     def wait(self, seconds: float, seen: int) -> None:
-        self._mailbox.wait(seconds, seen)
+        hints = self._hints
+        self._mailbox.wait(seconds, seen, *(() if hints is None else (hints.number, hints.seen)))
 
     def close(self) -> None:
         if self._closed:
@@ -285,7 +311,14 @@ class CudaTierDevice(TierDevice):
             places.resize(0)
             places.trim()
         self._mailbox.detach()
-        self._driver.free_host_memory(self._host)
+        self._hints = None
+        for address in self._host:
+            self._driver.free_host_memory(address)
+
+    def _host_memory(self, size: int) -> U8:
+        """Pinned, until `close`."""
+        self._host.append(self._driver.host_memory(size))
+        return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(self._host[-1]))
 
     def _all_places(self) -> list[ChunkedPlaces[Any]]:
         return [*self._gpu.values(), *self._arena.values()]

@@ -14,6 +14,7 @@ from torch import Tensor
 from moet.kernels.cuda.compiler import cached_cubin
 from moet.kernels.cuda.launch import Kernel
 from moet.kernels.cuda.target import Target
+from moet.residency.cuda.ahead import Routes
 from moet.residency.cuda.mailbox import Mailbox, mask_words
 
 _THREADS = 256
@@ -70,16 +71,16 @@ class TierKernels:
         self._nothing = Staged.empty(experts, 0, 0, device)
         with torch.cuda.device(device):
             properties: Any = torch.cuda.get_device_properties(device)
-            target = Target.of(properties.major, properties.minor)
-            defines = {
+            self._architecture = Target.of(properties.major, properties.minor).architecture
+            self._defines = defines = {
                 "LAYERS": layers, "EXPERTS": experts, "MASK_WORDS": mask_words(experts),
                 "PLANES": sum(1 << code for code in planes),
             }  # fmt: skip
-            cubin = cached_cubin("ensure.cu", target.architecture, defines)
+            cubin = cached_cubin("ensure.cu", self._architecture, defines)
             self._ensure, self._finish = Kernel(cubin, "ensure"), Kernel(cubin, "finish")
             sizes = [*planes.values(), 0, 0]
-            defines |= {f"ROW_BYTES_{i}": sizes[i] for i in range(3)}
-            cubin = cached_cubin("stage.cu", target.architecture, defines)
+            sized = defines | {f"ROW_BYTES_{i}": sizes[i] for i in range(3)}
+            cubin = cached_cubin("stage.cu", self._architecture, sized)
             self._plan, self._copy = Kernel(cubin, "plan_stage"), Kernel(cubin, "copy_stage")
             words = state_words(len(planes), layers, experts)
             self._state = torch.zeros(words, dtype=torch.int64, device=device)
@@ -130,6 +131,30 @@ class TierKernels:
         self._copy.launch(
             (blocks, 1), _THREADS, stream, [into.sources, into.count, into.rows, row_bytes]
         )
+
+    def foresee(self, routes: Routes, hints: NDArray[np.uint8]) -> None:
+        """Prepares `ahead`. hints: pinned, `Hints` of ahead.cu."""
+        vocabulary, top_k = routes.tables[0].shape
+        of = {"AHEAD": len(routes.layers), "VOCABULARY": vocabulary, "TOP_K": top_k}
+        with torch.cuda.device(self._device):
+            cubin = cached_cubin("ahead.cu", self._architecture, self._defines | of)
+            self._ahead = Kernel(cubin, "ahead")
+            addresses = [table.data_ptr() for table in routes.tables]
+            self._routes = torch.tensor(addresses, dtype=torch.int64, device=self._device)
+            self._ahead_layers = torch.tensor(routes.layers, dtype=torch.int32, device=self._device)
+            self._posting = torch.zeros(2, dtype=torch.int64, device=self._device)
+        self._tables = routes.tables  # which the kernel reads
+        self._hints = torch.from_numpy(hints)
+
+    def ahead(self, token_ids: Tensor, code: Tensor) -> None:
+        """On the current stream. token_ids: int32 or int64, contiguous."""
+        wide = [of.dtype == torch.int64 for of in (token_ids, self._tables[0])]
+        self._ahead.launch(
+            (len(self._tables), 1), _THREADS,
+            torch.cuda.current_stream(self._device).cuda_stream,
+            [token_ids, token_ids.numel(), self._routes, wide[0] + 2 * wide[1],
+             self._ahead_layers, self._table, code, self._posting, self._hints],
+        )  # fmt: skip
 
     def finish(self) -> None:
         """On the current stream."""

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moet.formats.layout import Precision
-from moet.residency.cuda.waiting import store, wait_for_request
+from moet.residency.cuda.waiting import U64, store, wait_for_request
 from moet.residency.metrics import Phase
 from moet.residency.tiers.device import Counts, Request
 
@@ -16,6 +16,7 @@ HOST_ENTRY = 1
 """Added to an entry of the table whose row lies in host memory; `kHostEntry` of ensure.cu."""
 
 _U8, _U4 = np.uint64, np.uint32
+_NEVER: U64 = np.zeros(1, np.uint64)
 
 
 def mask_words(experts: int) -> int:
@@ -129,9 +130,11 @@ class Mailbox:
         self._life += 1
         store(self.answer, np.ones(1, np.int64), np.array([self._life], np.uint64))
 
-    def wait(self, seconds: float, seen: int) -> None:
-        """As of `TierDevice`."""
-        wait_for_request(self._number, self._begun, self._done, seen, int(seconds * 1e6))
+    def wait(self, seconds: float, seen: int, other: U64 = _NEVER, other_seen: int = 0) -> None:
+        """As of `TierDevice`; ends, too, when `other`, uint64 [1], is no more `other_seen`."""
+        wait_for_request(
+            self._number, self._begun, self._done, seen, other, other_seen, int(seconds * 1e6)
+        )
 
     def counts(self) -> Counts:
         """As they were when the newest finished step ended."""

@@ -38,8 +38,10 @@ def _nanoseconds(parts: NDArray[np.int64]) -> Any:
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def wait_for_request(request: U64, begun: U64, done: U64, seen: int, microseconds: int) -> None:
-    """Until the request's number exceeds `seen` or the time is over.
+def wait_for_request(
+    request: U64, begun: U64, done: U64, seen: int, other: U64, other_seen: int, microseconds: int
+) -> None:
+    """Until the request's number exceeds `seen`, `other` is not `other_seen`, or the time is over.
 
     Between steps naps may be as long as it takes a step to come to its first request. All numbers:
     uint64 [1], changed by the device.
@@ -47,7 +49,7 @@ def wait_for_request(request: U64, begun: U64, done: U64, seen: int, microsecond
     parts = np.empty(2, np.int64)
     _prctl(_SET_TIMER_SLACK, 1, 0, 0, 0)
     end = _nanoseconds(parts) + microseconds * 1000
-    while np.int64(request[0]) <= seen:
+    while np.int64(request[0]) <= seen and np.int64(other[0]) == other_seen:
         left = end - _nanoseconds(parts)
         if left <= 0:
             break

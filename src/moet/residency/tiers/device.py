@@ -130,6 +130,14 @@ class TierDevice(ABC):
     def poll(self) -> Request | None:
         """The request that waits, if any; the same one until it is answered."""
 
+    def poll_ahead(self) -> Mapping[Precision, Sequence[int]] | None:
+        """What steps that have been launched are expected to use: flat row indices, layer index ·
+        experts + expert, in the order of their use; None if nothing was said since the last call.
+
+        Only a hint, which may be wrong, outdated or torn. `wait` ends when there is a new one.
+        """
+        return None
+
     @abstractmethod
     def answer(self, number: int, ok: bool) -> None:
         """Lets the step go on. Not ok: it fails, without reading rows whose entry is still 0."""
@@ -146,7 +154,7 @@ class TierDevice(ABC):
     @abstractmethod
     def wait(self, seconds: float, seen: int) -> None:
         """Blocks, without holding the interpreter, until a request with a higher number than `seen`
-        waits or the time is over."""
+        waits, `poll_ahead` has something, or the time is over."""
 
     @abstractmethod
     def close(self) -> None:

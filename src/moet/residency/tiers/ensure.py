@@ -44,6 +44,11 @@ class Ensure:
             for precision, rows in tiers.items()
         ]
 
+    @property
+    def all_started(self) -> bool:
+        """Whether all reads have been started: other rows may take places that are free now."""
+        return all(part.all_started for part in self._parts)
+
     def advance(self, done: int, errors: Mapping[Precision, Mapping[int, Exception]]) -> bool:
         """Does what can be done now; whether the request can be answered (`error` says how).
 
@@ -88,6 +93,10 @@ class _Part:
         self._todo = missing[::-1]  # whose reads have not been started
         self._coming = missing  # not in memory yet
         rows.pinned = self.missing
+
+    @property
+    def all_started(self) -> bool:
+        return not self._todo
 
     def give_up(self) -> None:
         """Brings in no more rows; that a place is left free matters all the same."""

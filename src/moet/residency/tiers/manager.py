@@ -216,6 +216,7 @@ class TieredResidency(Closing):
             promotions=sum(r.counts.promotions for r in rows.values()),
             demotions=sum(r.counts.demotions for r in rows.values()),
             evictions=sum(r.counts.evictions for r in rows.values()),
+            prefetched_rows=sum(kind.prefetch.count for kind in self._kinds.values()),
             tiers={
                 (p, tier): TierUse(r.places(tier).count, r.places(tier).used, r.row_bytes)
                 for p, r in rows.items()

@@ -35,7 +35,8 @@ class TierMetrics:
     disk_reads, disk_bytes, disk_latency, read_errors: of the pack. stall_seconds: time in which the
     device waited for an answer, as seen from the host. requests: answered; failed_requests: of
     these. promotions, demotions: rows moved to and from GPU memory; evictions: rows that are on
-    disk only again. tiers: by precision and tier, not DISK.
+    disk only again. prefetched_rows: whose reads began before the layer that was to use them asked.
+    tiers: by precision and tier, not DISK.
     """
 
     steps: int
@@ -52,6 +53,7 @@ class TierMetrics:
     promotions: int
     demotions: int
     evictions: int
+    prefetched_rows: int
     tiers: Mapping[tuple[Precision, Tier], TierUse]
 
 

@@ -24,6 +24,7 @@ from moet.residency.tiers.load import Load
 from moet.residency.tiers.metrics import TierCounters
 from moet.residency.tiers.options import TierOptions, TierSizes, check_sizes
 from moet.residency.tiers.planner import Planner
+from moet.residency.tiers.prefetch import Prefetch
 from moet.residency.tiers.rows import RowTiers
 from moet.residency.tiers.shrink import Shrink
 from moet.residency.tiers.table import TableWriter
@@ -41,7 +42,8 @@ Command = Callable[[Future[None]], None]
 @dataclass
 class Kind:
     """One precision's rows and what goes on with them. drained: the use that was planned with.
-    loaded: rows that the last load has seen to, and all that it has to. fetches: under way."""
+    loaded: rows that the last load has seen to, and all that it has to. fetches: under way.
+    prefetch: of what steps are about to use."""
 
     rows: RowTiers
     planner: Planner
@@ -50,6 +52,9 @@ class Kind:
     load: Load | None = None
     loaded: tuple[int, int] = (0, 0)
     fetches: list[Fetch] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.prefetch = Prefetch(self.rows)
 
 
 class Owner:
@@ -77,6 +82,7 @@ class Owner:
         self._seen = 0  # the newest request's number
         self._asked = 0.0  # when the open request was seen
         self._pinned_until = 0  # the step whose missing rows are pinned
+        self._ahead_until = 0  # the step that the newest hint is about, or the one after
         self._planned = 0  # the newest finished step when moves were last decided
         self._shrinks: list[Shrink] = []
         self._quiet = False
@@ -117,7 +123,7 @@ class Owner:
         """
         self._device.live()
         try:
-            busy = self._run_commands()
+            busy = self._run_commands() | self._look_ahead()
             return (self._refuse() if self._broken else self._round()) or busy
         except Exception as error:
             _LOG.exception("expert residency has stopped; rows stay where they are.")
@@ -224,6 +230,8 @@ class Owner:
             return busy
         answered = self._serve(done, errors)
         if answered is not None:
+            if self._ensure is not None and self._ensure.all_started and not self._quiet_wanted:
+                self._prefetch(done)  # behind the reads that the step waits for
             # Not busy while reads are waited for: their threads need the interpreter.
             return busy or answered
         if self._pinned_until and done >= self._pinned_until:
@@ -272,11 +280,26 @@ class Owner:
         self._device.answer(number, error is None)
         self.counters.stall_seconds += time.perf_counter() - self._asked
 
+    def _look_ahead(self) -> bool:
+        """Takes note of what steps are about to use; whether there was anything."""
+        hint = self._device.poll_ahead()
+        if hint is None:
+            return False
+        self._ahead_until = self._device.begun() + 1
+        for precision, kind in self._kinds.items():
+            kind.prefetch.ask(hint.get(precision, ()))
+        return True
+
+    def _prefetch(self, done: int) -> bool:
+        if done >= self._ahead_until:
+            return False
+        return sum(kind.prefetch.advance() for kind in self._kinds.values()) > 0
+
     def _background(self, done: int) -> bool:
+        busy = self._prefetch(done)
         if done - self._planned >= self._options.plan_every:
             self._plan(done)
         self._shrinks = [shrink for shrink in self._shrinks if not shrink.advance()]
-        busy = False
         for kind in self._kinds.values():
             if kind.load is not None:
                 over = kind.load.advance()
