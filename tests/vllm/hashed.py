@@ -1,7 +1,8 @@
 """DeepSeek-V3 whose first layers with experts are routed by the token's id, as DeepSeek-V4's are.
 
 vLLM's own DeepSeek-V4 needs what no test machine has. Its routing is in `FusedMoE`, though: here
-layers of DeepSeek-V3 are made with it. Imported by vLLM's workers, too, which register the class.
+layers of DeepSeek-V3 are made with it. Only vLLM's workers import this: it takes the place of
+DeepSeek-V3 there (`worker_extension_cls`).
 """
 
 from typing import Any
@@ -17,8 +18,6 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from tests.vllm.extension import ServingTestExtension
 
-ARCHITECTURE = "DeepseekV3ForCausalLM"
-NAME = "tests.vllm.hashed:HashedDeepseek"
 LAYERS = 2
 
 
@@ -86,8 +85,8 @@ def hash_topk(
 
 
 class HashedTestExtension(ServingTestExtension):
-    """See `worker_extension_cls`; importing it registers the model in the worker."""
+    """Imported by the worker before it makes the model."""
 
 
 cpu_router.hash_topk_cpu = hash_topk
-ModelRegistry.register_model(ARCHITECTURE, NAME)
+ModelRegistry.register_model("DeepseekV3ForCausalLM", "tests.vllm.hashed:HashedDeepseek")
