@@ -152,8 +152,8 @@ def run(model: Any, layers: Sequence[Any], tokens: NDArray[np.int64]) -> list[Te
 
 
 def worth(counted: Sequence[Row], residency: Row, kernels: Row) -> Iterator[Row]:
-    """What the residual's guess of top-k experts is worth, a row a case: means over models
-    and layers.
+    """What the residual's guess of top-k experts is worth, a row a case: means over models and
+    layers, of one stream, since several use nearly all of a small model's experts.
 
     Rows are copied in the time between two layers' experts (the decode kernel fills the GPU), so
     that a layer saves at most that time. at_best: as if no copy were in vain and none cost
@@ -182,7 +182,7 @@ def worth(counted: Sequence[Row], residency: Row, kernels: Row) -> Iterator[Row]
         experts = float(np.interp(hbm["gpu_mb"] / layers / mb, *zip(*kernel, strict=True)))
         gap = hbm["ms"] * 1e3 / layers - experts  # µs
         hot = 50 if case == "hbm50" else 19
-        like = [of for of in counted if (of["hot"], of["streams"]) == (hot, streams)]
+        like = [of for of in counted if (of["hot"], of["streams"]) == (hot, 1)]
         recall, vain = (float(np.mean([of["residual"][i] for of in like])) for i in (0, 1))
         row_us, rows = mb / link * 1e3, row["arena_mb"] / mb / layers
         best = layers * hidden(rows * recall, row_us, gap)

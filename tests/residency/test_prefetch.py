@@ -51,6 +51,16 @@ def test_as_many_as_leave_room_for_a_lease() -> None:
         check_pools(m)
 
 
+def test_what_the_lease_reads_is_not_read_ahead_too() -> None:
+    source = SimSource()
+    with make(source, slots=8, streaming=3) as m:
+        m.prefetch({1: range(6)})
+        assert coming_rows(m) == keys((1, 0), (1, 1))
+        run_lease(m, 1, [], range(6))
+        assert sorted(source.reads) == sorted(keys(*((1, e) for e in range(6))))
+        check_pools(m)
+
+
 def test_a_row_that_cannot_be_read_fails_its_lease_only() -> None:
     source = SimSource()
     source.broken = keys((2, 3))

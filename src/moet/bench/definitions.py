@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moet.bench.ahead_tables import AHEAD_TABLES
 from moet.bench.family_tables import FAMILY_TABLES
 from moet.bench.gate_tables import GATE_TABLES
 from moet.bench.kernel_tables import KERNEL_TABLES
@@ -34,6 +35,7 @@ TABLES: Tables = {
     **TIER_TABLES,
     **KERNEL_TABLES,
     **ROUTING_TABLES,
+    **AHEAD_TABLES,
     **GATE_TABLES,
     **FAMILY_TABLES,
     **PACKING_TABLES,
