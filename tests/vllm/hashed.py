@@ -17,6 +17,7 @@ from vllm.model_executor.models.deepseek_v2 import DeepseekV3ForCausalLM
 from vllm.model_executor.models.utils import extract_layer_index
 
 from tests.vllm.extension import ServingTestExtension
+from tests.vllm.hash_table import hash_table
 
 LAYERS = 2
 
@@ -38,7 +39,7 @@ class HashedDeepseek(DeepseekV3ForCausalLM):  # type: ignore[misc]
                     "use_grouped_topk": False,
                     "scoring_func": "sqrtsoftplus",
                     "e_score_correction_bias": None,
-                    "hash_indices_table": table(config, layer),
+                    "hash_indices_table": hash_table(config, layer).to(torch.get_default_device()),
                 }
             return made(**options)
 
@@ -60,14 +61,6 @@ class HashedDeepseek(DeepseekV3ForCausalLM):  # type: ignore[misc]
             ).view_as(hidden_states)
 
         return forward
-
-
-def table(config: Any, layer: int) -> torch.Tensor:
-    """int32 [vocabulary, top-k]: different experts for each token."""
-    rng = torch.Generator().manual_seed(layer)
-    scores = torch.rand(config.vocab_size, config.n_routed_experts, generator=rng)
-    chosen = scores.topk(config.num_experts_per_tok)[1].to(torch.int32)
-    return chosen.contiguous().to(torch.get_default_device())
 
 
 def hash_topk(

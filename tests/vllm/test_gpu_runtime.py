@@ -43,6 +43,12 @@ class Device:
     def finish(self):
         self.finished += 1
 
+    def foresee(self, tables):
+        self.tables = tables
+
+    def ahead(self, token_ids, code):
+        self.looks.append((token_ids.tolist(), code))
+
 
 class Operator:
     """A token's output is the sum of weight · factor; the factor must fit the precision."""
@@ -160,6 +166,20 @@ def test_a_hot_set_decides_from_the_counts_of_the_steps_before(made):
     code = PRECISION_CODES[FP4]
     assert seen == [(0, 0)] * 4 + [(1, 0)] * 4 + [(2, code)]
     assert fetched == [[2], [5]]
+
+
+def test_hash_routed_layers_are_told_ahead_unless_all_rows_are_in_memory(made):
+    table = torch.zeros(10, TOP_K, dtype=torch.int32)
+    made.foresee({5: table})
+    assert made.device.tables == {1: table}
+    tokens = torch.tensor([3, 4])
+    made.prefetch(tokens)
+    assert made.device.looks == []
+    made.tiers.all_in_memory = False
+    made.prefetch(tokens)
+    ((told, code),) = made.device.looks
+    assert told == [3, 4]
+    assert code is made.device.code  # what graphs read
 
 
 def test_vllms_warm_up_asks_for_nothing(made):
