@@ -1,4 +1,4 @@
-"""Which passes the runtime is told of, and which layers are hash-routed (else: test_prefetch.py)."""
+"""Which passes the runtime is told of, and which layers are hash-routed. And test_prefetch.py."""
 
 from types import SimpleNamespace
 
