@@ -176,8 +176,10 @@ class GPURuntime(RankExperts):
 
     def resize(self, precision: Precision, sizes: TierSizes) -> None:
         """See the base class; between two steps, in the worker's own thread."""
-        self.tiers.resize(precision, sizes).result()
-        self.device.trim()
+        try:
+            self.tiers.resize(precision, sizes).result()
+        finally:
+            self.device.trim()  # also what a tier has grown by before memory was short
         if self._hot is not None and precision in self.recovery.values():
             self._hot.hot.capacity = sizes.slots
 

@@ -250,8 +250,9 @@ class CudaTierDevice(TierDevice):
         Pinning goes at a few GB/s, and a step may be waiting: there are signs of life in between.
         """
         assert row_bytes == self._row_bytes[precision]
-        of, step = self._places(precision, tier), max(1, _GROWTH_BYTES // row_bytes)
+        of = self._places(precision, tier)
         before = of.count
+        step = max(1, _GROWTH_BYTES // row_bytes if tier == Tier.ARENA else places)
         try:
             for count in [*range(before + step, places, step), places]:
                 of.resize(count)
