@@ -31,6 +31,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
+import torch
 from safetensors.torch import save_file
 
 from moet.bench.results import Row, write_result
@@ -66,7 +67,8 @@ def main() -> None:
                 for row in measure(model, size, options, Path(directory)):
                     rows.append(row)
                     print(row, flush=True)
-    write_result(options.output, rows)
+    gpu = {"gpu": torch.cuda.get_device_name()} if options.device == "cuda" else None
+    write_result(options.output, rows, gpu)
 
 
 def measure(model: str, gib: float, options: argparse.Namespace, directory: Path) -> Iterator[Row]:

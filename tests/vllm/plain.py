@@ -36,7 +36,7 @@ def load_plain(
         table["torch_dtype"] = table["dtype"] = "float32"
         if table.get("model_type") == "kimi_k2":  # transformers knows it by this name only
             table["model_type"] = "deepseek_v3"
-        if "rotary_dim" in table:  # MiniMax-M2's; transformers 5.17 and older pass over it
+        if "rotary_dim" in table:  # MiniMax-M2's; transformers 5.17 passes over it
             table["partial_rotary_factor"] = table["rotary_dim"] / table["head_dim"]
     (path / "config.json").write_text(json.dumps(config))
     tensors = {
