@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, help="where to write; default: a temporary one")
     parser.add_argument("--output", type=Path, default=RESULT)
     options = parser.parse_args()
+    gpu = {"gpu": torch.cuda.get_device_name()} if options.device == "cuda" else None
     rows = []
     for argument in options.models or [DEFAULT]:
         model, _, sizes = argument.partition("=")
@@ -67,8 +68,7 @@ def main() -> None:
                 for row in measure(model, size, options, Path(directory)):
                     rows.append(row)
                     print(row, flush=True)
-    gpu = {"gpu": torch.cuda.get_device_name()} if options.device == "cuda" else None
-    write_result(options.output, rows, gpu)
+                    write_result(options.output, rows, gpu)
 
 
 def measure(model: str, gib: float, options: argparse.Namespace, directory: Path) -> Iterator[Row]:
