@@ -8,9 +8,10 @@ measured twice, with its CUDA graphs and without, where it is launched piece by 
 
 * the KL of the next token's distribution to FP4's, over the whole vocabulary, at the ends of the
   windows of models/nano-moe; top-1 agreement; the share of tokens that the gate decided again;
-* by streams, tokens a second of decoding alone: two runs of different length, subtracted; the
-  median of five rounds with other prompts, in each of which all settings take their turn;
-  meanwhile, the share of tokens decided again, of steps with a second pass, and what one took.
+* by streams, tokens a second of decoding alone, after several groups of prompts: two runs of
+  different length, subtracted, of each the shortest of three, for which all settings take turns,
+  since what else the machine does can only slow them; the share of tokens decided again; what a
+  second pass took, likewise.
 
 Writes bench/results/gate-NAME.json.
 """
@@ -38,9 +39,9 @@ SETTINGS = {
     "tau-0.6": 0.6,
     "tau-0.8": 0.8,
 }
-STREAMS = (1, 16)
-PROMPT, SHORT, LONG = 64, 8, 136  # tokens
-ROUNDS = 5
+STREAMS = {1: 4, 16: 2}  # groups of so many prompts, how many groups
+PROMPT, SHORT, LONG = 64, 8, 104  # tokens
+REPEATS = 3
 
 Counts = dict[str, float]
 
@@ -97,6 +98,7 @@ def measure(llm: LLM, ids: list[list[int]], options: argparse.Namespace) -> list
         choose(llm, tau, second_pass)
         before = counts(llm)
         logprobs = distributions(llm, ids)
+        now = counts(llm)
         fp4 = logprobs if fp4 is None else fp4
         kl = (np.exp(fp4) * (fp4 - logprobs)).sum(-1)
         row: Row = {
@@ -109,7 +111,7 @@ def measure(llm: LLM, ids: list[list[int]], options: argparse.Namespace) -> list
             "kl": float(kl.mean()),
             "kl_se": float(kl.std(ddof=1) / np.sqrt(len(kl))),
             "top1": float((fp4.argmax(-1) == logprobs.argmax(-1)).mean()),
-            "fired": share(before, counts(llm), "fired", "tokens"),
+            "fired": share([{name: now[name] - before[name] for name in now}], "fired", "tokens"),
         }
         rows.append(row)
     for streams in STREAMS:
@@ -128,23 +130,30 @@ def measure_speed(
     rows: list[Row],
 ) -> None:
     """Adds to each case's row what it does while so many of these prompts are continued at once."""
-    speeds: list[list[float]] = [[] for _ in cases]
-    spent: list[Counts] = [{} for _ in cases]
-    for turn in range(ROUNDS):
-        first = turn * streams % len(ids)
-        for case, (_, tau, second_pass) in enumerate(cases):
-            choose(llm, tau, second_pass)
-            before = counts(llm)
-            speeds[case].append(speed(llm, ids[first : first + streams]))
-            now = counts(llm)
-            spent[case] = {k: spent[case].get(k, 0) + now[k] - before[k] for k in now}
-    for row, found, of in zip(rows, speeds, spent, strict=True):
-        none = dict.fromkeys(of, 0.0)
-        row[f"tok_s_{streams}"] = float(np.median(found))
-        row[f"fired_{streams}"] = share(none, of, "fired", "tokens")
-        row[f"gated_{streams}"] = share(none, of, "second_passes", "steps")
-        row[f"replayed_{streams}"] = share(none, of, "replays", "second_passes")
-        row[f"second_pass_ms_{streams}"] = 1e3 * share(none, of, "seconds", "second_passes")
+    groups = range(STREAMS[streams])
+    runs: dict[tuple[int, int], list[tuple[float, float, Counts]]] = {}
+    for _ in range(REPEATS):
+        for group in groups:
+            chosen = ids[group * streams :][:streams]
+            for case, (_, tau, second_pass) in enumerate(cases):
+                choose(llm, tau, second_pass)
+                before = counts(llm)
+                short, long = (decode(llm, chosen, tokens) for tokens in (SHORT, LONG))
+                now = counts(llm)
+                spent = {name: now[name] - before[name] for name in now}
+                runs.setdefault((case, group), []).append((short, long, spent))
+    for case, row in enumerate(rows):
+        of = [runs[case, group] for group in groups]
+        seconds = sum(min(run[1] for run in r) - min(run[0] for run in r) for r in of)
+        row[f"tok_s_{streams}"] = len(of) * streams * (LONG - SHORT) / seconds
+        row[f"fired_{streams}"] = share([run[2] for r in of for run in r], "fired", "tokens")
+        for name, part, whole in (
+            ("gated", "second_passes", "steps"),
+            ("replayed", "replays", "second_passes"),
+        ):
+            row[f"{name}_{streams}"] = share([run[2] for r in of for run in r], part, whole)
+        fastest = [min((run[2] for run in r), key=lambda spent: spent["seconds"]) for r in of]
+        row[f"second_pass_ms_{streams}"] = 1e3 * share(fastest, "seconds", "second_passes")
 
 
 def choose(llm: LLM, tau: float, second_pass: str) -> None:
@@ -153,9 +162,9 @@ def choose(llm: LLM, tau: float, second_pass: str) -> None:
     llm.collective_rpc("moet_second_pass_by_graph", args=(second_pass != "pieces",))
 
 
-def share(before: Counts, after: Counts, part: str, whole: str) -> float:
-    """How much one of the gate's counts has grown meanwhile, by the growth of another."""
-    return (after[part] - before[part]) / max(1, after[whole] - before[whole])
+def share(spent: list[Counts], part: str, whole: str) -> float:
+    """One of the gate's counts by another."""
+    return sum(of[part] for of in spent) / max(1, sum(of[whole] for of in spent))
 
 
 def counts(llm: LLM) -> Counts:
@@ -178,18 +187,13 @@ def distributions(llm: LLM, ids: list[list[int]]) -> np.ndarray:
     return np.array(found)
 
 
-def speed(llm: LLM, ids: list[list[int]]) -> float:
-    """Tokens a second of decoding after each of these prompts at once."""
+def decode(llm: LLM, ids: list[list[int]], tokens: int) -> float:
+    """Seconds that it takes to continue all of these prompts at once."""
     prompts = [TokensPrompt(prompt_token_ids=p[:PROMPT]) for p in ids]
-    seconds = []
-    for tokens in (SHORT, LONG):
-        parameters = SamplingParams(
-            temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False
-        )
-        start = time.perf_counter()
-        llm.generate(prompts, parameters, use_tqdm=False)
-        seconds.append(time.perf_counter() - start)
-    return len(ids) * (LONG - SHORT) / (seconds[1] - seconds[0])
+    parameters = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    start = time.perf_counter()
+    llm.generate(prompts, parameters, use_tqdm=False)
+    return time.perf_counter() - start
 
 
 if __name__ == "__main__":
