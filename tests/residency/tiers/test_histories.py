@@ -154,7 +154,7 @@ def test_histories_find(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rule is needed: without it, some history goes wrong."""
     monkeypatch.setattr(histories, "PATIENCE", 3000)
     monkeypatch.setattr(*MUTATIONS[name], raising=False)
-    for seed in range(1500):
+    for seed in range(2500):
         try:
             History(seed).run()
         except Exception:

@@ -141,7 +141,8 @@ class _Part:
         rows = self.rows
         if not self._todo:
             return
-        count = len(self._todo) + self._planner.limits.moves + 1 - rows.arena.spare
+        free = max(1, self._planner.limits.moves + 1 - self._planner.lent)
+        count = len(self._todo) + free - rows.arena.spare
         idle = (row for row in rows.passing if row not in self._used)
         for row in list(islice(idle, max(0, count))):
             rows.drop(row)

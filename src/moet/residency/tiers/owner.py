@@ -54,7 +54,7 @@ class Kind:
     fetches: list[Fetch] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.prefetch = Prefetch(self.rows)
+        self.prefetch = Prefetch(self.rows, self.planner)
 
 
 class Owner:
@@ -292,6 +292,8 @@ class Owner:
 
     def _prefetch(self, done: int) -> bool:
         if done >= self._ahead_until:
+            for kind in self._kinds.values():
+                kind.prefetch.ask(())
             return False
         return sum(kind.prefetch.advance() for kind in self._kinds.values()) > 0
 

@@ -22,10 +22,15 @@ class Planner:
 
     Args:
         heat: of this precision. limits: from the sizes; replaced when they change.
+
+    Attributes:
+        lent: places that were free and that the running step's rows have taken ahead of their use;
+            others are made free for them after the step.
     """
 
     def __init__(self, rows: RowTiers, heat: Heat, options: TierOptions, limits: Limits) -> None:
         self.limits = limits
+        self.lent = 0
         self.heat = heat
         self._rows = rows
         self._policy = POLICIES[options.policy](heat)
@@ -117,7 +122,7 @@ class Planner:
         """Drops arena rows, so that there are free places for moves and for the next request:
         passing rows, or colder ones than the next to leave the GPU; any for the last place."""
         rows = self._rows
-        free = rows.arena.spare + rows.coming(Tier.ARENA)
+        free = rows.arena.spare + rows.coming(Tier.ARENA) + self.lent
         if free > self.limits.moves or (free and not rows.passing and not self._demote):
             return False
         if rows.room > 1 and rows.all_in_memory:  # no request can come; two places change rows
