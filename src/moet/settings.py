@@ -128,6 +128,11 @@ class Settings(BaseModel):
         description="GPU only. Whether prefill copies whole layers through two buffers in GPU "
         "memory, or reads rows where they lie. Default: where not all rows are in GPU memory.",
     )
+    guess_next_layer: bool = Field(
+        default=False,
+        description="GPU only. Apply the next layer's router one layer early, and copy rows that "
+        "it names from the arena to GPU memory before that layer runs.",
+    )
     fp8_activations: bool = Field(
         default=False,
         description="GPU only. Round what goes into the routed experts to FP8 where the GPU "

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from vllm.forward_context import get_forward_context
 
 from moet.vllm.phase import fp4_tokens
+from moet.vllm.routers import find_routers
 
 
 class LooksAhead:
@@ -20,8 +21,19 @@ class LooksAhead:
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
+        model = self.model_runner.get_model()
         if hash_tables(self.vllm_config):
-            look_ahead(self.model_runner.get_model(), self.vllm_config)
+            look_ahead(model, self.vllm_config)
+        learn_routers(model, self.vllm_config)
+
+
+def learn_routers(model: nn.Module, vllm_config: Any) -> None:
+    """Has the rank's runtime guess what the next layer will use, if that is set."""
+    from moet.vllm.method import find_runtime
+
+    runtime = find_runtime(vllm_config)
+    if runtime is not None and runtime.guesses:
+        runtime.learn_routers(find_routers(model, vllm_config))
 
 
 def hash_tables(vllm_config: Any) -> dict[int, Tensor]:

@@ -1,0 +1,82 @@
+"""Rows that the next layer will probably read, copied to the GPU between two layers' experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from moet.residency.cuda.driver import Driver
+from moet.residency.cuda.kernels import Router, Staged, TierKernels
+
+_BLOCKS = 16  # as many multiprocessors saturate PCIe
+_ROOM_BYTES = 8 << 20  # what PCIe moves between two layers' experts
+_MOST_ROWS = 8
+GUESSED_TOKENS = 32
+"""More tokens use nearly all experts."""
+
+
+class Guessing:
+    """A stream of its own: beside a layer's `ensure` it guesses, from that layer's input and the
+    next one's router; from the layer's kernels to the next `ensure` it copies. Never while a step
+    waits for rows, as in `Staging`.
+
+    Only within one CUDA graph of the whole pass: what is begun in one layer is joined in the next.
+
+    Args:
+        routers: by layer index. row_bytes: of the largest row.
+    """
+
+    def __init__(
+        self,
+        kernels: TierKernels,
+        driver: Driver,
+        routers: Mapping[int, Router],
+        top_k: int,
+        row_bytes: int,
+        device: torch.device,
+    ) -> None:
+        self._kernels, self._driver, self._routers = kernels, driver, dict(routers)
+        experts, hidden = next(iter(self._routers.values())).weight.shape
+        kernels.learn_routers(hidden, top_k, GUESSED_TOKENS)
+        rows = min(_MOST_ROWS, max(1, _ROOM_BYTES // row_bytes))
+        self._buffer = Staged.empty(experts, rows, row_bytes, device)
+        self._stream = driver.stream()
+        self._fork, self._join = driver.event(), driver.event()
+        self._guessed: int | None = None  # layer
+        self._copied: tuple[int, Tensor] | None = None  # layer, its precisions
+
+    def guess(self, layer: int, x: Tensor, ids: Tensor) -> None:
+        """Before a layer's `ensure`. x: its input, bfloat16 [tokens, hidden]. ids: int32 [tokens,
+        top-k], its experts; −1 for padding."""
+        router = self._routers.get(layer + 1)
+        if router is None or len(x) > GUESSED_TOKENS:
+            return
+        self._driver.follow(self._stream, self._driver.launching(), self._fork)
+        self._kernels.guess(x, ids, router, self._stream)
+        self._guessed = layer + 1
+
+    def guessed(self) -> None:
+        """Behind that `ensure`: from here on x may be written over."""
+        if self._guessed is not None:
+            self._driver.follow(self._driver.launching(), self._stream, self._join)
+
+    def copy(self, code: Tensor) -> None:
+        """Behind the layer's kernels. code: as of `CudaTierDevice.ensure`."""
+        if self._guessed is None:
+            return
+        self._copied, self._guessed = (self._guessed, code), None
+        self._driver.follow(self._stream, self._driver.launching(), self._fork)
+        self._kernels.stage_guess(self._copied[0], code, self._buffer, _BLOCKS, self._stream)
+
+    def joined(self, layer: int | None = None, code: Tensor | None = None) -> Staged | None:
+        """As of `Staging`."""
+        copied, self._copied = self._copied, None
+        if copied is None:
+            return None
+        self._driver.follow(self._driver.launching(), self._stream, self._join)
+        return self._buffer if copied[0] == layer and copied[1] is code else None
+
+    def close(self) -> None:
+        self._driver.destroy([self._stream], [self._fork, self._join])
