@@ -46,6 +46,10 @@ class Guessing:
         self._fork, self._join = driver.event(), driver.event()
         self._guessed: int | None = None  # layer
         self._copied: tuple[int, Tensor] | None = None  # layer, its precisions
+        # Once outside of a capture, during which no kernel should have to be loaded.
+        nothing = torch.empty(0, hidden, dtype=torch.bfloat16, device=device)
+        kernels.guess(nothing, nothing, next(iter(self._routers.values())), self._stream)
+        kernels.stage_guess(0, kernels.code, self._buffer, _BLOCKS, self._stream)
 
     def guess(self, layer: int, x: Tensor, ids: Tensor) -> None:
         """Before a layer's `ensure`. x: its input, bfloat16 [tokens, hidden]. ids: int32 [tokens,
