@@ -55,6 +55,25 @@ def test_the_next_layer_does_not_wait(
     same_files(tmp_path / "pack", tmp_path / "expected")
 
 
+def test_a_quantizer_that_needs_the_layers_in_order_finds_them_finished(
+    model: Path, tmp_path: Path
+) -> None:
+    quantizer = QUANTIZERS["data-free"]()
+    journal, found = tmp_path / "pack.partial" / "journal.jsonl", set()
+
+    class InOrder(MatrixQuantizer):
+        name, level, in_order = quantizer.name, quantizer.level, True
+
+        def quantize(self, weight: Any, context: MatrixContext) -> TwoBitMatrix:
+            lines = journal.read_bytes().splitlines()
+            found.add((context.layer, len(lines) - 1))  # the first is the recipe
+            return quantizer.quantize(weight, context)
+
+    with Checkpoint.open(model) as checkpoint:
+        write_pack(checkpoint, tmp_path / "pack", quantizer=InOrder())
+    assert found == {(0, 0), (1, 1), (2, 2)}
+
+
 @pytest.mark.parametrize("layer", [0, 1, 2])
 def test_a_layer_that_cannot_be_synced(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layer: int

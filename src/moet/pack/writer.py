@@ -135,6 +135,8 @@ def write_pack(
                 with closing(_write(pool, checkpoint, writers, steps, progress, ahead)) as complete:
                     for layer in complete:
                         finisher.begin(writers.pop(layer), fp4[layer])
+                        if quantizer.in_order:
+                            finisher.settle()
             finally:
                 finisher.settle()
         entries = [*workspace.finished, *finisher.entries]
