@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from vllm.forward_context import get_forward_context
 
 from moet.vllm.phase import fp4_tokens
-from moet.vllm.routers import find_routers
 
 
 class LooksAhead:
@@ -29,7 +28,8 @@ class LooksAhead:
 
 def learn_routers(model: nn.Module, vllm_config: Any) -> None:
     """Has the rank's runtime guess what the next layer will use, if that is set."""
-    from moet.vllm.method import find_runtime
+    from moet.vllm.method import find_runtime  # imports numba: see config.py
+    from moet.vllm.routers import find_routers
 
     runtime = find_runtime(vllm_config)
     if runtime is not None and runtime.guesses:
@@ -39,13 +39,12 @@ def learn_routers(model: nn.Module, vllm_config: Any) -> None:
 def hash_tables(vllm_config: Any) -> dict[int, Tensor]:
     """By layer, the experts of each token's id: int [vocabulary, top-k]. Of the layers that moet
     computes and vLLM routes by such a table (DeepSeek-V4's first ones)."""
-    from moet.vllm.method import MoetMoEMethod  # imports numba: see config.py
+    from moet.vllm.method import moet_layers
 
     tables: dict[int, Tensor] = {}
-    for layer in vllm_config.compilation_config.static_forward_context.values():
+    for _, layer, method in moet_layers(vllm_config):
         table = getattr(getattr(layer, "router", None), "_hash_indices_table", None)
-        method = getattr(getattr(layer, "routed_experts", None), "quant_method", None)
-        if table is not None and isinstance(method, MoetMoEMethod):
+        if table is not None:
             tables[method.layer] = table.detach()
     return tables
 

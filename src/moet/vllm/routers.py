@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moet.residency.cuda.kernels import Router
+from moet.vllm.method import moet_layers
 
 _SCORINGS = {"sigmoid": 1, "sqrtsoftplus": 2}  # as in guess.cu
 
@@ -16,13 +17,8 @@ def find_routers(model: nn.Module, vllm_config: Any) -> dict[int, Router]:
     """By layer, of those that moet computes, as far as their routers are of a known kind: a linear
     layer beside the experts, without a bias of its own. A guess needs neither groups of experts nor
     the weights that outputs get."""
-    from moet.vllm.method import MoetMoEMethod  # imports numba: see config.py
-
     found: dict[int, Router] = {}
-    for name, layer in vllm_config.compilation_config.static_forward_context.items():
-        method = getattr(getattr(layer, "routed_experts", None), "quant_method", None)
-        if not isinstance(method, MoetMoEMethod):
-            continue
+    for name, layer, method in moet_layers(vllm_config):
         weight = _gate(model, name, (layer.routed_experts.global_num_experts,))
         bias = getattr(layer.router, "e_score_correction_bias", None)
         scoring = 0 if bias is None else _SCORINGS.get(layer.router.scoring_func)
