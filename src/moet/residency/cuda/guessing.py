@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from moet.residency.cuda.driver import Driver
-from moet.residency.cuda.kernels import Router, Staged, TierKernels
+from moet.residency.cuda.kernels import COPY_BLOCKS, Router, Staged, TierKernels
 
-_BLOCKS = 16  # as many multiprocessors saturate PCIe
 _ROOM_BYTES = 8 << 20  # what PCIe moves between two layers' experts
 _MOST_ROWS = 8
 GUESSED_TOKENS = 32
@@ -38,7 +37,8 @@ class Guessing:
         device: torch.device,
     ) -> None:
         self._kernels, self._driver, self._routers = kernels, driver, dict(routers)
-        experts, hidden = next(iter(self._routers.values())).weight.shape
+        any_router = next(iter(self._routers.values()))
+        experts, hidden = any_router.weight.shape
         kernels.learn_routers(hidden, top_k, GUESSED_TOKENS)
         rows = min(_MOST_ROWS, max(1, _ROOM_BYTES // row_bytes))
         self._buffer = Staged.empty(experts, rows, row_bytes, device)
@@ -48,8 +48,8 @@ class Guessing:
         self._copied: tuple[int, Tensor] | None = None  # layer, its precisions
         # Once outside of a capture, during which no kernel should have to be loaded.
         nothing = torch.empty(0, hidden, dtype=torch.bfloat16, device=device)
-        kernels.guess(nothing, nothing, next(iter(self._routers.values())), self._stream)
-        kernels.stage_guess(0, kernels.code, self._buffer, _BLOCKS, self._stream)
+        kernels.guess(nothing, nothing, any_router, self._stream)
+        kernels.stage_guess(0, kernels.code, self._buffer, COPY_BLOCKS, self._stream)
 
     def guess(self, layer: int, x: Tensor, ids: Tensor) -> None:
         """Before a layer's `ensure`. x: its input, bfloat16 [tokens, hidden]. ids: int32 [tokens,
@@ -72,7 +72,7 @@ class Guessing:
             return
         self._copied, self._guessed = (self._guessed, code), None
         self._driver.follow(self._stream, self._driver.launching(), self._fork)
-        self._kernels.stage_guess(self._copied[0], code, self._buffer, _BLOCKS, self._stream)
+        self._kernels.stage_guess(self._copied[0], code, self._buffer, COPY_BLOCKS, self._stream)
 
     def joined(self, layer: int | None = None, code: Tensor | None = None) -> Staged | None:
         """As of `Staging`."""

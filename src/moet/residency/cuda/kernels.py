@@ -18,6 +18,7 @@ from moet.residency.cuda.ahead import Routes
 from moet.residency.cuda.mailbox import Mailbox, mask_words
 
 _THREADS = 256
+COPY_BLOCKS = 16  # as many multiprocessors saturate PCIe
 _FINISH_BLOCKS = 16  # the counts of 43 × 256 experts take one block several µs
 
 

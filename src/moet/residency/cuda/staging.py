@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from moet.residency.cuda.driver import Driver
-from moet.residency.cuda.kernels import Staged, TierKernels
+from moet.residency.cuda.kernels import COPY_BLOCKS, Staged, TierKernels
 
-_BLOCKS = 16  # as many multiprocessors saturate PCIe
 _ROUTINGS_AN_EXPERT = 4  # with so many, a layer uses nearly all its experts
 
 
@@ -57,7 +56,7 @@ class Staging:
         self._ahead = layer + 1, code
         self._driver.follow(self._stream, self._driver.launching(), self._fork)
         into = self._buffers[(layer + 1) % 2]
-        self._kernels.stage(layer + 1, code, into, _BLOCKS, self._stream)
+        self._kernels.stage(layer + 1, code, into, COPY_BLOCKS, self._stream)
 
     def finish(self, last: int) -> None:
         """A pass that began with the first layer has ended with this one."""
