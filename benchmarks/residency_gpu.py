@@ -17,9 +17,10 @@ The router prefers 19 % of the experts of each layer in 96 % of its choices. A r
 number of streams: tok_s of decoding alone (two runs of different length, subtracted), gbps of
 expert rows read, by tier too, and predicted_tok_s: the step of all-hbm for that many streams, plus
 the bytes that come over PCIe ÷ its measured bandwidth, plus those from disk ÷ the disk's. Rows with
-op "prefill" are prompts of 8,192 tokens, rows with op "memory" the host memory of the worker:
-the arena, and the most that the process has had so far. A row replaces the file's row of the same
-op, case, streams and layers.
+op "prefill" are prompts of 8,192 tokens, rows with op "memory" what the case took: seconds to come
+to these tiers, and host memory of the worker (the arena, and the most that the process has had so
+far). A row replaces the file's row of the same op, case, streams and layers; the others keep the
+commit that they were measured at.
 """
 
 from __future__ import annotations
@@ -55,13 +56,15 @@ STOCK = "stock-fp4"
 @dataclass(frozen=True)
 class Case:
     """gpu, arena: shares of all rows in GPU memory and in pinned memory; 1: all that is not on the
-    GPU. tokens: of the longer run, by streams. warm_up: tokens of each of eight streams before.
+    GPU. short: tokens of the shorter run. tokens: of the longer one, by streams. warm_up: tokens of
+    each of eight streams before.
     """
 
     name: str
     gpu: float
     arena: float
     tokens: Mapping[int, int]
+    short: int = SHORT
     warm_up: int = 100
 
     @property
@@ -75,7 +78,7 @@ CASES = [
     Case("hbm50", 0.5, 1.0, IN_MEMORY),
     Case("hbm19", 0.19, 1.0, IN_MEMORY),
     # Disks are slow: few steps.
-    Case("hbm19-arena25", 0.19, 0.25, {1: 72, 8: 24}, warm_up=8),
+    Case("hbm19-arena25", 0.19, 0.25, {1: 68, 8: 20, 32: 12}, short=4, warm_up=8),
 ]
 
 
@@ -99,16 +102,18 @@ class Engine:
         self.llm.collective_rpc("moet_prepare", args=(HOT_EXPERTS, HOT_SHARE))
         self.vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
 
-    def decode_seconds(self, streams: int, tokens: int, after: Callable[[], None]) -> float:
-        """Of one step: a run of `tokens` less one of few. after: called after each of them, and
+    def decode_seconds(
+        self, streams: int, short: int, tokens: int, after: Callable[[], None]
+    ) -> float:
+        """Of one step: a run of `tokens` less a short one. after: called after each of them, and
         before the first."""
-        self._generate(streams, SHORT)
+        self._generate(streams, short)
         after()
         seconds = []
-        for length in (SHORT, tokens):
+        for length in (short, tokens):
             seconds.append(self._generate(streams, length))
             after()
-        return (seconds[1] - seconds[0]) / (tokens - SHORT)
+        return (seconds[1] - seconds[0]) / (tokens - short)
 
     def prefill(self, case: str) -> Row:
         times = []
@@ -144,7 +149,7 @@ class Stock(Engine):
     extension = "benchmarks.stock.StockExtension"
 
     def decode(self, streams: int) -> Row:
-        step = self.decode_seconds(streams, IN_MEMORY[streams], lambda: None)
+        step = self.decode_seconds(streams, SHORT, IN_MEMORY[streams], lambda: None)
         return {
             "op": "decode", "case": STOCK, "streams": streams,
             "tok_s": round(streams / step, 1), "ms": round(step * 1e3, 3),
@@ -165,8 +170,9 @@ class Bench(Engine):
         found: dict[str, Any] = self.llm.collective_rpc("moet_stats")[0]
         return found
 
-    def enter(self, case: Case) -> None:
-        """Resizes the tiers and lets decoding find its hot rows."""
+    def enter(self, case: Case) -> float:
+        """Resizes the tiers and lets decoding find its hot rows. Seconds of the former."""
+        seconds = 0.0
         if case.gpu < 1:
             slots = round(self.total * case.gpu)
             places = round(self.total * case.arena) if case.arena < 1 else self.total - slots + 64
@@ -175,16 +181,19 @@ class Bench(Engine):
             (answer,) = self.llm.collective_rpc("moet_resize", args=(values,))
             if "error" in answer:
                 raise RuntimeError(answer["error"])
-            print(f"{case.name}: resized in {time.perf_counter() - began:.1f} s: {answer}")
+            seconds = time.perf_counter() - began
         if case.from_disk:
             self.llm.collective_rpc("moet_read_past_the_cache", args=(str(self._file),))
         self._generate(8, case.warm_up)
+        return seconds
 
     def decode(self, case: Case, streams: int) -> Row:
         snapshots: list[dict[str, Any]] = []
         tokens = case.tokens[streams]
-        step = self.decode_seconds(streams, tokens, lambda: snapshots.append(self.stats()))
-        steps = tokens - SHORT
+        step = self.decode_seconds(
+            streams, case.short, tokens, lambda: snapshots.append(self.stats())
+        )
+        steps = tokens - case.short
 
         def a_step(of: Callable[[dict[str, Any], str], int]) -> dict[str, float]:
             """What the longer run has more than the shorter one, for each of its further steps."""
@@ -211,13 +220,13 @@ class Bench(Engine):
             **{f"{tier}_mb": round(size / 1e6, 1) for tier, size in nbytes.items()},
         }  # fmt: skip
 
-    def memory(self, case: Case) -> Row:
+    def memory(self, case: Case, resized: float) -> Row:
         arena = [
             t["places"] * t["row_bytes"] for t in self.stats()["tiers"] if t["tier"] == "arena"
         ]
         peak: int = self.llm.collective_rpc("moet_host_peak")[0]
         return {
-            "op": "memory", "case": case.name, "streams": 0,
+            "op": "memory", "case": case.name, "streams": 0, "resized_s": round(resized, 1),
             "arena_gib": round(sum(arena) / 2**30, 2), "host_peak_gib": round(peak / 2**30, 2),
         }  # fmt: skip
 
@@ -295,6 +304,7 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
     row_bytes = source.layouts[Precision.BASE].row_bytes
     rows_file = directory / "rows.bin"
     source.write_rows(rows_file, Precision.BASE, int(arguments.rows_gib * 2**30) // row_bytes)
+    os.sync()  # or the disk would still be writing while it is measured
     copy_gbps = host_to_device_gbps()
     read_gbps = disk_gbps(rows_file)
     settings = {
@@ -316,7 +326,7 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
     for case in CASES:
         if case.name not in arguments.cases:
             continue
-        bench.enter(case)
+        resized = bench.enter(case)
         name = f"{case.name}-guess" if arguments.guess else case.name
         streams = sorted(set(arguments.streams) & set(case.tokens))
         rows = [bench.decode(case, number) for number in streams]
@@ -324,7 +334,7 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
         if not case.from_disk and not arguments.guess:
             rows.append(bench.prefill(case.name))
         write(
-            [row | {"case": name} for row in [*rows, bench.memory(case)]],
+            [row | {"case": name} for row in [*rows, bench.memory(case, resized)]],
             {
                 "host_to_device_gbps": round(copy_gbps, 1),
                 "disk_gbps": round(read_gbps, 2),
@@ -342,9 +352,13 @@ def write_rows(path: Path, rows: Sequence[Row], extra: Mapping[str, Any]) -> Non
         return tuple(row[name] for name in ("op", "case", "streams", "layers"))
 
     before = read_result(path) if path.exists() else {"rows": [], "environment": {}}
-    other = {k: v for k, v in before["environment"].items() if k not in environment()}
-    mine = {key(row) for row in rows}
-    kept = [row for row in before["rows"] if key(row) not in mine]
+    mine, was = {key(row) for row in rows}, before["environment"]
+    commit = (environment() | dict(extra))["commit"]
+    kept = [{"commit": was.get("commit"), **row} for row in before["rows"] if key(row) not in mine]
+    for row in kept:
+        if row["commit"] == commit:
+            del row["commit"]
+    other = {k: v for k, v in was.items() if k not in environment()}
     write_result(path, [*kept, *rows], {**other, **extra})
 
 

@@ -1,10 +1,12 @@
 """An engine on a GPU whose tiers are resized between runs."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from moet.pack import Pack
-from tests.vllm.serving import generate, prompts
+from tests.vllm.serving import engine, generate, make_pack, prompts
 
 IDS = prompts(8192, (3, 17, 40, 64, 1, 90, 5, 33, 12, 28, 7, 51, 2, 80, 19, 44))
 TOKENS = 24
@@ -36,3 +38,20 @@ class Served:
     def stats(self) -> dict[str, Any]:
         """Of the first rank."""
         return self.llm.collective_rpc("moet_stats")[0]
+
+
+@contextmanager
+def serve(
+    model: Path, directory: Path, settings: dict[str, Any] | None = None, **options: Any
+) -> Iterator[Served]:
+    """The model at 2 bits with all rows on the GPU, in CUDA graphs.
+
+    directory: of the pack, which is made. settings, options: moet's and vLLM's, beside those here.
+    """
+    pack = make_pack(model, directory / "pack")
+    ours = {"pack": str(pack), "base_pool": "100%", "arena": "100%"} | (settings or {})
+    with engine(
+        model, ours, dtype="bfloat16", enforce_eager=False, max_num_seqs=16,
+        attention_backend=None, gpu_memory_utilization=0.1, enable_prefix_caching=False, **options,
+    ) as llm:  # fmt: skip
+        yield Served(model, pack, llm)

@@ -11,23 +11,16 @@ pytest.importorskip("vllm")
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from tests.gpu.served import Served
-from tests.vllm.serving import NANO, engine, make_pack
+from tests.gpu.served import Served, serve
+from tests.vllm.serving import NANO
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    pack = make_pack(NANO, tmp_path_factory.mktemp("nano") / "pack")
-    settings = {
-        "pack": str(pack), "base_pool": "100%", "arena": "100%", "guess_next_layer": True,
-    }  # fmt: skip
-    with engine(
-        NANO, settings, dtype="bfloat16", enforce_eager=False, max_num_seqs=16,
-        attention_backend=None, gpu_memory_utilization=0.1, enable_prefix_caching=False,
-    ) as llm:  # fmt: skip
-        yield Served(NANO, pack, llm)
+    with serve(NANO, tmp_path_factory.mktemp("nano"), {"guess_next_layer": True}) as served:
+        yield served
 
 
 def test_no_bit_changes_in_vllm(served: Served) -> None:

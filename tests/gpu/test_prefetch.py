@@ -10,9 +10,9 @@ if not torch.cuda.is_available():
 
 from moet.residency.cuda import CudaTierDevice
 from moet.residency.tiers import Entry, Place, Tier
-from tests.gpu.served import Served
+from tests.gpu.served import serve
 from tests.residency.cuda.source import BASE, FP4, ROW_BYTES
-from tests.vllm.serving import NANO, engine, make_pack
+from tests.vllm.serving import NANO
 
 pytestmark = pytest.mark.gpu
 
@@ -64,15 +64,12 @@ def test_what_is_told_ahead(kinds, tokens):
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    pack = make_pack(NANO, tmp_path_factory.mktemp("nano") / "pack")
-    settings = {"pack": str(pack), "base_pool": "100%", "arena": "100%", "prefill_staging": False}
-    with engine(
-        NANO, settings, dtype="bfloat16", enforce_eager=False, max_num_seqs=16,
-        attention_backend=None, gpu_memory_utilization=0.1, enable_prefix_caching=False,
+    with serve(
+        NANO, tmp_path_factory.mktemp("nano"), {"prefill_staging": False},
         worker_extension_cls="tests.vllm.hashed.HashedTestExtension",
         compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
-    ) as llm:  # fmt: skip
-        yield Served(NANO, pack, llm)
+    ) as served:  # fmt: skip
+        yield served
 
 
 def test_same_bits_and_rows_read_ahead(served):

@@ -15,12 +15,10 @@ from moet.eval.reference import load_reference
 from moet.eval.sources import two_bit_experts
 from moet.formats.layout import Precision
 from moet.quantize import QUANTIZERS
-from tests.gpu.served import IDS, Served
+from tests.gpu.served import IDS, serve
 from tests.vllm.serving import (
     ROOT,
-    engine,
     generate,
-    make_pack,
     prompt_logprobs,
     reference_logprobs,
 )
@@ -33,13 +31,9 @@ MODELS = sorted(path.parent for path in (ROOT / "models").glob("*/config.json"))
 @pytest.fixture(scope="module", params=MODELS, ids=lambda path: path.name)
 def served(request, tmp_path_factory):
     model = request.param
-    pack = make_pack(model, tmp_path_factory.mktemp(model.name) / "pack")
-    settings = {"pack": str(pack), "base_pool": "100%", "arena": "100%", "prefill_staging": False}
-    with engine(
-        model, settings, dtype="bfloat16", enforce_eager=False, max_num_seqs=16,
-        attention_backend=None, gpu_memory_utilization=0.1, enable_prefix_caching=False,
-    ) as llm:  # fmt: skip
-        yield Served(model, pack, llm)
+    directory = tmp_path_factory.mktemp(model.name)
+    with serve(model, directory, {"prefill_staging": False}) as served:
+        yield served
 
 
 @pytest.fixture(scope="module")

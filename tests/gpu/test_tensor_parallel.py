@@ -12,12 +12,10 @@ from moet.eval.reference import load_reference
 from moet.eval.sources import two_bit_experts
 from moet.formats.layout import Precision
 from moet.quantize import QUANTIZERS
-from tests.gpu.served import IDS, Served
+from tests.gpu.served import IDS, serve
 from tests.vllm.serving import (
     NANO,
-    engine,
     generate,
-    make_pack,
     prompt_logprobs,
     reference_logprobs,
 )
@@ -27,14 +25,9 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    pack = make_pack(NANO, tmp_path_factory.mktemp("nano") / "pack")
-    settings = {"pack": str(pack), "base_pool": "100%", "arena": "100%", "prefill_staging": False}
-    with engine(
-        NANO, settings, dtype="bfloat16", enforce_eager=False, max_num_seqs=16,
-        attention_backend=None, gpu_memory_utilization=0.1, enable_prefix_caching=False,
-        tensor_parallel_size=2,
-    ) as llm:  # fmt: skip
-        yield Served(NANO, pack, llm)
+    directory = tmp_path_factory.mktemp("nano")
+    with serve(NANO, directory, {"prefill_staging": False}, tensor_parallel_size=2) as served:
+        yield served
 
 
 def test_agrees_with_the_reference(served):
