@@ -16,7 +16,8 @@ goes from one to the next: nearly every guess is right, which trained models' ar
 The router prefers 19 % of the experts of each layer in 96 % of its choices. A row is one case and
 number of streams: tok_s of decoding alone (two runs of different length, subtracted), gbps of
 expert rows read, by tier too, and predicted_tok_s: the step of all-hbm for that many streams, plus
-the bytes that come over PCIe ÷ its measured bandwidth, plus those from disk ÷ the disk's. Rows with
+what rows in host memory add to a layer's kernel at the bandwidth that PCIe had before (`moet plan`
+reckons so), plus the bytes from disk ÷ the bandwidth that the disk had just before. Rows with
 op "prefill" are prompts of 8,192 tokens, rows with op "memory" what the case took: seconds to come
 to these tiers, and host memory of the worker (the arena, and the most that the process has had so
 far). A row replaces the file's row of the same op, case, streams and layers; the others keep the
@@ -44,13 +45,18 @@ from benchmarks.gpu_timing import host_to_device_gbps
 from benchmarks.synthetic import HOT_EXPERTS, HOT_SHARE, LAYERS, NVFP4, write_model
 from moet.bench.results import Row, environment, read_result, write_result
 from moet.checkpoints import family_of
+from moet.checkpoints.base import Geometry
 from moet.formats.layout import Precision
 from moet.pack.dummy import DummyRowSource
+from moet.plan.expert_time import in_place_seconds, kernel_seconds
+from moet.plan.machine import GIB, Machine, host_bandwidth, parse_disk, parse_gpus
 
 PROMPT, SHORT = 16, 8  # tokens
 PREFILL = 8192
 SEED = 0
 STOCK = "stock-fp4"
+MACHINE = Machine(*parse_gpus("H200"), 128 * GIB, host_bandwidth(16), 16, parse_disk("1TB"))
+"""For the kernel's time; PCIe and the disk are measured."""
 
 
 @dataclass(frozen=True)
@@ -159,8 +165,15 @@ class Stock(Engine):
 class Bench(Engine):
     """The engine with moet, what the machine's links reach, and the rows of each case."""
 
-    def __init__(self, model: Path, rows_file: Path, options: dict[str, Any]) -> None:
-        self._file = rows_file
+    def __init__(
+        self,
+        model: Path,
+        geometry: Geometry,
+        row_bytes: int,
+        rows_file: Path,
+        options: dict[str, Any],
+    ) -> None:
+        self.geometry, self.row_bytes, self._file = geometry, row_bytes, rows_file
         super().__init__(model, options)
         self.total = sum(t["places"] for t in self.stats()["tiers"] if t["tier"] == "gpu")
         self._step: dict[int, float] = {}  # seconds of a step with everything on the GPU
@@ -184,6 +197,7 @@ class Bench(Engine):
             seconds = time.perf_counter() - began
         if case.from_disk:
             self.llm.collective_rpc("moet_read_past_the_cache", args=(str(self._file),))
+            self.disk_gbps = disk_gbps(self._file)
         self._generate(8, case.warm_up)
         return seconds
 
@@ -206,10 +220,7 @@ class Bench(Engine):
         rows, nbytes = a_step(_rows), a_step(_bytes)
         if case.name == "all-hbm":
             self._step[streams] = step
-        predicted = self._step.get(streams, 0.0)
-        for tier, gbps in (("arena", self.copy_gbps), ("disk", self.disk_gbps)):
-            if nbytes[tier]:
-                predicted += nbytes[tier] / gbps / 1e9
+        predicted = self._predicted(streams, rows)
         return {
             "op": "decode", "case": case.name, "streams": streams,
             "tok_s": round(streams / step, 1), "ms": round(step * 1e3, 3),
@@ -219,6 +230,19 @@ class Bench(Engine):
             "remote_rows_per_step": round(rows["arena"] + rows["disk"], 2),
             **{f"{tier}_mb": round(size / 1e6, 1) for tier, size in nbytes.items()},
         }  # fmt: skip
+
+    def _predicted(self, streams: int, rows: Mapping[str, float]) -> float:
+        """Seconds of a step that reads so many rows from each tier; 0 without an all-hbm run."""
+        step = self._step.get(streams)
+        if step is None:
+            return 0.0
+        layers, size = len(self.geometry.moe_layers), self.row_bytes
+        used = sum(rows.values()) / layers
+        routings = streams * self.geometry.top_k
+        kernel = kernel_seconds(MACHINE, self.geometry, size, used, routings, "typical")
+        absent = (rows["arena"] + rows["disk"]) / layers
+        step += layers * in_place_seconds(kernel, used, absent, size / self.copy_gbps / 1e9)
+        return step + (rows["disk"] * size / self.disk_gbps / 1e9 if rows["disk"] else 0.0)
 
     def memory(self, case: Case, resized: float) -> Row:
         arena = [
@@ -300,13 +324,12 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
         write([*map(engine.decode, arguments.streams), engine.prefill(STOCK)], {})
         return
     config = json.loads((model / "config.json").read_text())
-    source = DummyRowSource(family_of(config).geometry(config))
+    geometry = family_of(config).geometry(config)
+    source = DummyRowSource(geometry)
     row_bytes = source.layouts[Precision.BASE].row_bytes
     rows_file = directory / "rows.bin"
     source.write_rows(rows_file, Precision.BASE, int(arguments.rows_gib * 2**30) // row_bytes)
-    os.sync()  # or the disk would still be writing while it is measured
     copy_gbps = host_to_device_gbps()
-    read_gbps = disk_gbps(rows_file)
     settings = {
         "base_pool": "100%",
         "arena": "64",
@@ -319,10 +342,12 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
         settings |= {"base_pool": "50%", "arena": "100%"}
     bench = Bench(
         model,
+        geometry,
+        row_bytes,
         rows_file,
         options | {"quantization": "moet", "additional_config": {"moet": settings}},
     )
-    bench.copy_gbps, bench.disk_gbps = copy_gbps, read_gbps
+    bench.copy_gbps = copy_gbps
     for case in CASES:
         if case.name not in arguments.cases:
             continue
@@ -337,7 +362,7 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
             [row | {"case": name} for row in [*rows, bench.memory(case, resized)]],
             {
                 "host_to_device_gbps": round(copy_gbps, 1),
-                "disk_gbps": round(read_gbps, 2),
+                **({"disk_gbps": round(bench.disk_gbps, 2)} if case.from_disk else {}),
                 "boot_s": round(bench.boot_seconds, 1),
                 "rows": bench.total,
                 "row_bytes": row_bytes,

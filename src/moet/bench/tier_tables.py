@@ -113,10 +113,11 @@ TIER_TABLES: Tables = {
         "residency-h200.json",
         (
             Column("case", text("case")),
+            Column("resized in, s", number("resized_s", 1)),
             Column("arena, GiB", number("arena_gib", 1)),
             Column("most of the worker so far, GiB", number("host_peak_gib", 1)),
         ),
-        lambda row: row["op"] == "memory",
+        lambda row: row["op"] == "memory" and row["layers"] == _LAYERS,
     ),
     "residency-stock-h200": Table(
         "residency-h200.json",
@@ -126,6 +127,6 @@ TIER_TABLES: Tables = {
             Column("streams", number("streams")),
             Column("tokens/s", number("tok_s")),
         ),
-        lambda row: row["layers"] != _LAYERS,
+        lambda row: row["layers"] != _LAYERS and row["op"] != "memory",
     ),
 }

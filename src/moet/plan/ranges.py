@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
+
+End = Literal["slow", "typical", "fast"]
 
 
 @dataclass(frozen=True)
@@ -29,3 +32,11 @@ class Range:
     def map(self, function: Callable[[float], float]) -> Range:
         """`function` of every value; it must be increasing."""
         return Range(function(self.low), function(self.typical), function(self.high))
+
+    def more(self, end: End) -> float:
+        """The value at an end, of an input that is faster when it is higher."""
+        return {"slow": self.low, "typical": self.typical, "fast": self.high}[end]
+
+    def less(self, end: End) -> float:
+        """The value at an end, of an input that is faster when it is lower."""
+        return {"slow": self.high, "typical": self.typical, "fast": self.low}[end]

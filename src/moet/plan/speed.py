@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
 from moet.formats.layout import Precision
+from moet.plan.expert_time import in_place_seconds, kernel_seconds, read_bandwidth
 from moet.plan.inventory import Inventory, Role
 from moet.plan.machine import Gpu, Machine
-from moet.plan.measured import KernelModel, assumption, kernel_model, routing_spread
+from moet.plan.measured import assumption, routing_spread
 from moet.plan.memory import Needs, Placement
-from moet.plan.ranges import Range
+from moet.plan.ranges import End, Range
 from moet.plan.routing import (
     Floats,
     distinct_experts,
@@ -29,10 +29,7 @@ from moet.plan.routing import (
 )
 from moet.plan.workload import DEPTH, Workload, routing_points
 
-End = Literal["slow", "typical", "fast"]
 ENDS: tuple[End, ...] = ("slow", "typical", "fast")
-# The kernels were measured on this compute capability.
-_MEASURED_SM = 90
 
 
 @dataclass(frozen=True)
@@ -87,15 +84,15 @@ def _prediction(
 
 def _tokens_a_step(workload: Workload, end: End) -> float:
     """Tokens that a step yields: drafts count until the first that is refused."""
-    accepted = _more(assumption("draft_acceptance"), end)
+    accepted = assumption("draft_acceptance").more(end)
     return workload.streams * sum(accepted**i for i in range(workload.drafts + 1))
 
 
 def _decode_seconds(case: Case, end: End) -> dict[str, float]:
     inventory, machine, workload = case.inventory, case.machine, case.workload
     tp = max(1, machine.count)
-    memory, read = _memory_name(machine), _read_bandwidth(machine, end)
-    dense_rate = read * _more(assumption("dense_share"), end)
+    memory, read = _memory_name(machine), read_bandwidth(machine, end)
+    dense_rate = read * assumption("dense_share").more(end)
     dense = inventory.rank_bytes(Role.DENSE, tp) + inventory.rank_bytes(Role.HEAD, tp)
     layers = inventory.geometry.num_layers
     seconds = {
@@ -123,36 +120,20 @@ def _layer_experts(case: Case, end: End) -> tuple[float, float, float]:
     tokens, placement = case.workload.tokens, case.placement
     wanted = _wanted(case, end)
     rows = distinct_experts(wanted, tokens)
-    model = _kernel(machine)
-    kernel = model.us(rows, rows * row, _read_bandwidth(machine, end)) * 1e-6
-    if machine.gpu is not None:
-        kernel = max(kernel, model.launch_us * 1e-6 + _multiplying(case, rows, end))
-    kernel *= _kernel_factor(machine, model, end)
+    geometry = case.inventory.geometry
+    kernel = kernel_seconds(machine, geometry, row, rows, tokens * geometry.top_k, end)
     remote = 0.0
     if machine.gpu is not None:
         absent = missing_experts(wanted, placement.pool_coverage, tokens)
-        chance = row_chances(rows, absent)
-        link = _more(machine.gpu.h2d, end) * _more(assumption("in_place_share"), end)
-        # The kernel reads rows where they are, so the slower of the two sets the time.
-        times = np.maximum(kernel, np.arange(len(chance)) * row / link)
-        remote = max(0.0, float(chance @ times) - kernel)
+        link = machine.gpu.h2d.more(end) * assumption("in_place_share").more(end)
+        remote = in_place_seconds(kernel, rows, absent, row / link)
     absent = missing_experts(wanted, placement.memory_coverage, tokens)
     whole = row * max(1, machine.count)
-    disk = absent * whole / _more(machine.disk.bandwidth, end)
+    disk = absent * whole / machine.disk.bandwidth.more(end)
     disk += (
-        (1 - float(row_chances(rows, absent)[0])) * _less(assumption("disk_request_us"), end) * 1e-6
+        (1 - float(row_chances(rows, absent)[0])) * assumption("disk_request_us").less(end) * 1e-6
     )
     return kernel, remote, disk
-
-
-def _multiplying(case: Case, rows: float, end: End) -> float:
-    """Seconds that the GPU's decode kernel takes for a layer's weights and for what each token does
-    with them, with memory out of the way: it counts where many tokens choose the same experts."""
-    geometry = case.inventory.geometry
-    millions = 3e-6 * geometry.hidden * geometry.intermediate / max(1, case.machine.count)
-    routings = case.workload.tokens * geometry.top_k
-    us = rows * millions / _more(assumption("expert_mweights_per_us"), end)
-    return (us + routings * millions / _more(assumption("routing_mweights_per_us"), end)) * 1e-6
 
 
 def _prefill_seconds(case: Case, end: End) -> dict[str, float]:
@@ -169,13 +150,13 @@ def _prefill_seconds(case: Case, end: End) -> dict[str, float]:
     dense = inventory.rank_bytes(Role.DENSE, tp)
     causes = {
         "compute": 2 * weights * chunk / tp / _flops(machine, end),
-        f"{memory}: weights": (rows * row + dense) / _read_bandwidth(machine, end),
+        f"{memory}: weights": (rows * row + dense) / read_bandwidth(machine, end),
         "disk: experts": rows * (1 - placement.memory_coverage) * row * tp
-        / _more(machine.disk.bandwidth, end),
+        / machine.disk.bandwidth.more(end),
     }  # fmt: skip
     if machine.gpu is not None:
         remote = rows * (1 - placement.pool_coverage) * row
-        link = _more(machine.gpu.h2d, end) * _more(assumption("in_place_share"), end)
+        link = machine.gpu.h2d.more(end) * assumption("in_place_share").more(end)
         causes["PCIe: experts in host memory"] = remote / link  # a kernel copies them
     slowest = max(causes, key=lambda cause: causes[cause])
     seconds = {slowest: causes[slowest]}
@@ -183,8 +164,8 @@ def _prefill_seconds(case: Case, end: End) -> dict[str, float]:
     if tp > 1 and machine.gpu is not None:
         # A ring: each rank sends and receives 2 (n − 1) / n of the activations, twice a layer.
         activations = chunk * geometry.hidden * 2
-        nvlink = _more(assumption("nvlink_gb_s"), end) * 1e9
-        link = nvlink if machine.gpu.link == "nvlink" else _more(machine.gpu.h2d, end)
+        nvlink = assumption("nvlink_gb_s").more(end) * 1e9
+        link = nvlink if machine.gpu.link == "nvlink" else machine.gpu.h2d.more(end)
         passes = 2 * geometry.num_layers * 2 * (tp - 1) / tp
         seconds["all-reduce"] = passes * activations / link
     return seconds
@@ -211,21 +192,11 @@ def _draft_bytes(inventory: Inventory, tp: int) -> int:
     return inventory.rank_bytes(Role.DRAFT, tp) + inventory.rank_bytes(Role.HEAD, tp) + experts
 
 
-def _more(value: Range, end: End) -> float:
-    """The value at an end, of an input that is faster when it is higher."""
-    return {"slow": value.low, "typical": value.typical, "fast": value.high}[end]
-
-
-def _less(value: Range, end: End) -> float:
-    """The value at an end, of an input that is faster when it is lower."""
-    return {"slow": value.high, "typical": value.typical, "fast": value.low}[end]
-
-
 def _wanted(case: Case, end: End) -> Floats:
     geometry = case.inventory.geometry
     if points := routing_points(case.workload.routing):
         return measured_popularity(geometry.num_experts, geometry.top_k, points)
-    spread = _less(routing_spread(geometry.architecture), end)
+    spread = routing_spread(geometry.architecture).less(end)
     return popularity(geometry.num_experts, geometry.top_k, spread)
 
 
@@ -233,36 +204,21 @@ def _memory_name(machine: Machine) -> str:
     return "GPU memory" if machine.gpu else "RAM"
 
 
-def _read_bandwidth(machine: Machine, end: End) -> float:
-    return _more(machine.gpu.read if machine.gpu else machine.ram_bandwidth, end)
-
-
-def _kernel(machine: Machine) -> KernelModel:
-    return kernel_model("gpu" if machine.gpu else "cpu", Precision.BASE)
-
-
-def _kernel_factor(machine: Machine, model: KernelModel, end: End) -> float:
-    if machine.gpu is None or machine.gpu.sm == _MEASURED_SM:
-        error = model.worst_error
-        return _less(Range(1 - error, 1, 1 + error), end)
-    return _less(assumption("kernel_time_elsewhere"), end)
-
-
 def _layer_us(machine: Machine, end: End) -> float:
-    return _less(assumption("layer_us" if machine.gpu else "cpu_layer_us"), end)
+    return assumption("layer_us" if machine.gpu else "cpu_layer_us").less(end)
 
 
 def _allreduce_us(machine: Machine, end: End) -> float:
     link = machine.gpu.link if machine.gpu else "pcie"
-    return _less(assumption(f"allreduce_us_{link}"), end)
+    return assumption(f"allreduce_us_{link}").less(end)
 
 
 def _flops(machine: Machine, end: End) -> float:
     """Multiplications and additions a second that prefill reaches on one rank."""
     gpu: Gpu | None = machine.gpu
     if gpu is None:
-        return _more(assumption("cpu_gflops_per_core"), end) * machine.cores * 1e9
+        return assumption("cpu_gflops_per_core").more(end) * machine.cores * 1e9
     peak = gpu.tflops
     if peak is None:
-        peak = gpu.bandwidth / 1e9 * _more(assumption("tflops_per_gb_s"), end)
-    return peak * 1e12 * _more(assumption("compute_share"), end)
+        peak = gpu.bandwidth / 1e9 * assumption("tflops_per_gb_s").more(end)
+    return peak * 1e12 * assumption("compute_share").more(end)
