@@ -175,7 +175,7 @@ class Bench(Engine):
     ) -> None:
         self.geometry, self.row_bytes, self._file = geometry, row_bytes, rows_file
         super().__init__(model, options)
-        self.total = sum(t["places"] for t in self.stats()["tiers"] if t["tier"] == "gpu")
+        self.total = len(geometry.moe_layers) * geometry.num_experts  # rows
         self._step: dict[int, float] = {}  # seconds of a step with everything on the GPU
         self.copy_gbps = self.disk_gbps = 0.0
 
