@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from moet.bench.results import Row
-from moet.bench.tables import Column, Pivot, Table, Tables, number, text
+from moet.bench.tables import Column, Pivot, Runs, Table, Tables, number, text
 
 BENCHMARK = "kernels-h200.json"
 DECODE_TOKENS = 16
@@ -42,6 +42,24 @@ def _fastest(row: Row) -> tuple[str, float]:
 def _ratio(row: Row) -> str:
     peer, ratio = _fastest(row)
     return f"{ratio:.2f} ({peer})"
+
+
+def _taken_us(row: Row) -> float:
+    return float(row["us_several"] if row["decoded"] else row["us_prefill"])
+
+
+def _other_us(row: Row) -> float:
+    return float(row["us_prefill"] if row["decoded"] else row["us_several"])
+
+
+def _longer(row: Row) -> str:
+    return f"{(_taken_us(row) / _other_us(row) - 1) * 100:.0f} %"
+
+
+def _read_rate(row: Row) -> str:
+    """Of each process, where a run has several."""
+    rates = row.get("hbm_read_gbps", [])
+    return "; ".join(f"{rate:,}" for rate in (rates if isinstance(rates, list) else [rates]))
 
 
 _SHAPE = (Column("expert shape", text("model")), Column("weights", _weights))
@@ -102,6 +120,27 @@ KERNEL_TABLES: Tables = {
         ),
         keep=lambda row: row["precision"] == "base" and row["tokens"] in (32, 64, 128, 256),
     ),
+    "kernels-dispatch-missed": Table(
+        "dispatch-h200.json",
+        (
+            Column("expert shape", text("model")),
+            Column("weights", text("precision")),
+            Column("tokens", number("tokens")),
+            Column("taken", lambda row: "decode" if row["decoded"] else "prefill"),
+            Column("µs", lambda row: f"{_taken_us(row):,.0f}"),
+            Column("the other way", lambda row: f"{_other_us(row):,.0f}"),
+            Column("longer by", _longer),
+        ),
+        keep=lambda row: _taken_us(row) > _other_us(row),
+    ),
+    "kernels-rates": Runs(
+        (BENCHMARK, "peers-h200.json", "dispatch-h200.json", "prefill-h200.json"),
+        (
+            Column("HBM read, GB/s", _read_rate),
+            Column("cuBLAS in BF16, TFLOP/s", number("dense_bf16_tflops")),
+            Column("host to device, GB/s", number("host_to_device_gbps", 1)),
+        ),
+    ),
     "kernels-sanitizer": Table(
         "sanitizer-h200.json",
         (
@@ -119,6 +158,7 @@ KERNEL_TABLES: Tables = {
             Column("weights", text("precision")),
             Column("tokens", number("tokens")),
             Column("µs", number("us", 1)),
+            Column("SM clock, GHz", number("sm_ghz", 2)),
             Column("DRAM busy", number("dram", 0, 1, " %")),
             Column("issue slots busy", number("issue", 0, 1, " %")),
             Column("ALU pipe", number("alu", 0, 1, " %")),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from moet.bench.results import Row
 from moet.bench.tables import Column, Table, Tables, number, text
-from moet.plan.measured import gpu_table, inputs
+from moet.formats.layout import Precision
+from moet.plan.measured import gpu_table, inputs, kernel_model
 
 
 def gpus() -> str:
@@ -28,6 +29,22 @@ def assumptions() -> str:
         lines.append(
             f"| {one.name} | {value.low:g} | {value.typical:g} | {value.high:g} | {one.source} |"
         )
+    return "\n".join(lines)
+
+
+def kernel_fits() -> str:
+    """What `kernels.json` holds."""
+    lines = [
+        "| kernels on | weights | launch, µs | row, µs | fraction | largest error | fitted to |"
+    ]
+    lines.append("|" + "---|" * 7)
+    for device in ("gpu", "cpu"):
+        for precision in Precision:
+            fit = kernel_model(device, precision)
+            lines.append(
+                f"| {fit.device} | {precision.value} | {fit.launch_us:.2f} | {fit.row_us:.2f} | "
+                f"{fit.fraction:.2f} | {fit.worst_error * 100:.0f} % | `{fit.source}` |"
+            )
     return "\n".join(lines)
 
 
@@ -55,6 +72,7 @@ def _missing_or_limit(row: Row) -> str:
 PLAN_TABLES: Tables = {
     "gpus": gpus,
     "plan-inputs": assumptions,
+    "plan-kernels": kernel_fits,
     "plan-check": Table(
         "plan-check.json",
         (

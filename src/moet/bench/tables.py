@@ -60,7 +60,16 @@ class Pivot:
         return list(cases.values()), Table(self.result, self.columns + more)
 
 
-Tables = Mapping[str, Table | Pivot | Callable[[], str]]
+@dataclass(frozen=True)
+class Runs:
+    """A table with a row for each result file: what its run noted of the machine."""
+
+    results: tuple[str, ...]
+    columns: tuple[Column, ...]
+
+
+AnyTable = Table | Pivot | Runs | Callable[[], str]
+Tables = Mapping[str, AnyTable]
 
 
 def number(key: str, digits: int = 0, scale: float = 1.0, unit: str = "") -> Callable[[Row], str]:
@@ -78,8 +87,13 @@ def text(key: str) -> Callable[[Row], str]:
     return lambda row: str(row.get(key, ""))
 
 
-def render(table: Table | Pivot | Callable[[], str], results: Path = RESULTS) -> str:
+def render(table: AnyTable, results: Path = RESULTS) -> str:
     """The Markdown table; with figures, a line that says where they come from follows."""
+    if isinstance(table, Runs):
+        runs = [read_result(results / name)["environment"] for name in table.results]
+        named = Column("run", lambda row: f"`bench/results/{row['run']}`")
+        rows = [run | {"run": name} for run, name in zip(runs, table.results, strict=True)]
+        return "\n".join(_lines((named, *table.columns), rows))
     if not isinstance(table, (Table, Pivot)):
         return table()
     content = read_result(results / table.result)
@@ -88,11 +102,13 @@ def render(table: Table | Pivot | Callable[[], str], results: Path = RESULTS) ->
         raise MoetError(f"{results / table.result}: no rows for this table.")
     if isinstance(table, Pivot):
         rows, table = table.table(rows)
-    lines = ["| " + " | ".join(column.heading for column in table.columns) + " |"]
-    lines.append("|" + "---|" * len(table.columns))
-    for row in rows:
-        lines.append("| " + " | ".join(column.cell(row) for column in table.columns) + " |")
-    return "\n".join([*lines, "", _source(table.result, content)])
+    return "\n".join([*_lines(table.columns, rows), "", _source(table.result, content)])
+
+
+def _lines(columns: tuple[Column, ...], rows: list[Row]) -> list[str]:
+    cells = [[column.cell(row) for column in columns] for row in rows]
+    head = "| " + " | ".join(column.heading for column in columns) + " |"
+    return [head, "|" + "---|" * len(columns), *("| " + " | ".join(row) + " |" for row in cells)]
 
 
 def _source(name: str, content: dict[str, Any]) -> str:
