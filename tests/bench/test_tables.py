@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moet.bench.results import read_result, write_result
-from moet.bench.tables import Column, Pivot, Table, number, text, update
+from moet.bench.tables import Column, Pivot, Runs, Table, number, text, update
 from moet.errors import MoetError
 
 TABLE = Table("r.json", (Column("case", text("case")), Column("GB/s", number("rate", 1))))
@@ -37,6 +37,14 @@ def test_a_pivot_has_a_column_for_each_value(tmp_path: Path) -> None:
     pivot = Pivot("r.json", (Column("case", text("case")),), "n", number("us", 1))
     page = update(PAGE, {"t": pivot}, tmp_path)
     assert "| case | 1 | 4 |\n|---|---|---|\n| a | 3.5 | 1.5 |\n| b | 2.5 |  |\n" in page
+
+
+def test_a_table_of_runs_has_a_row_for_each_file(results: Path) -> None:
+    write_result(results / "q.json", [], {"link": 55.44})
+    table = Runs(("q.json", "r.json"), (Column("link, GB/s", number("link", 1)),))
+    page = update(PAGE, {"t": table}, results)
+    lines = "| run | link, GB/s |\n|---|---|\n| `bench/results/q.json` | 55.4 |\n"
+    assert lines + "| `bench/results/r.json` |  |\n" in page
 
 
 def test_a_result_says_where_it_is_from(results: Path) -> None:
