@@ -126,9 +126,10 @@ def test_a_planned_recipe_is_served(
     settings = json.loads(command[command.index("--additional-config") + 1])["moet"]
     assert settings["base_pool"] == "50%"
     assert Pack.open(settings["pack"])
-    assert command[command.index("--max-model-len") + 1] == "256"
+    assert "--max-model-len=256" in command
     # The last one counts, as for vLLM's own parser.
-    assert [command[i + 1] for i, t in enumerate(command) if t == "--max-num-seqs"] == ["2", "3"]
+    assert command.index("--max-num-seqs=2") < command.index("--max-num-seqs")
+    assert command[command.index("--max-num-seqs") + 1] == "3"
 
 
 def test_the_recipes_that_come_with_moet_are_valid() -> None:
@@ -152,6 +153,11 @@ def test_a_model_is_no_recipe() -> None:
         ({"moet": {"base_pol": "1"}}, "Did you mean 'base_pool'"),
         ({"vllm": {"trust-remote-code": True}}, "never runs a model's code"),
         ({"vllm": {"trust_remote_code": True}}, "never runs a model's code"),
+        ({"vllm": {"trust-remote-cod": True}}, "never runs a model's code"),
+        ({"vllm": {"worker-cls=some.Class": True}}, "its name alone"),
+        ({"vllm": {"additional-config.moet.pack": "/x"}}, "its name alone"),
+        ({"vllm": {"tool-parser-plugin": "parser.py"}}, "would run code"),
+        ({"vllm": {"config": "more.yaml"}}, "write its options here"),
         ({"vllm": {"--port": 1}}, "without the dashes"),
         ({"vllm": {"quantization": "fp8"}}, "always moet"),
         ({"vllm": {"port": [1]}}, "vllm.port"),
@@ -180,6 +186,12 @@ def test_options_become_arguments() -> None:
     }  # fmt: skip
     recipe = Recipe.parse(yaml.safe_dump({**MINIMAL, "vllm": vllm}, sort_keys=False), "r")
     assert recipe.vllm_arguments() == [
-        "--max-model-len", "4096", "--enforce-eager", "--no-enable-prefix-caching",
-        "--speculative-config", '{"method": "mtp", "num_speculative_tokens": 1}',
+        "--max-model-len=4096", "--enforce-eager", "--no-enable-prefix-caching",
+        '--speculative-config={"method": "mtp", "num_speculative_tokens": 1}',
     ]  # fmt: skip
+
+
+def test_a_value_cannot_become_another_option() -> None:
+    vllm = {"enforce-eager": "--trust-remote-code"}
+    recipe = Recipe.parse(yaml.safe_dump({**MINIMAL, "vllm": vllm}), "r")
+    assert recipe.vllm_arguments() == ["--enforce-eager=--trust-remote-code"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from moet.errors import ConfigError
 from moet.settings import Settings
 
 Scalar = str | int | float | bool
+_CODE = "it would run code that the recipe names"
 # Options of vLLM that `moet serve` sets itself, or that a recipe from a stranger must not set.
 _REFUSED = {
     "model": "it has a key of its own",
@@ -24,7 +26,15 @@ _REFUSED = {
     "trust-remote-code": "moet never runs a model's code for you",
     "worker-cls": "moet sets it",
     "worker-extension-cls": "moet sets it",
+    "scheduler-cls": "moet sets it",
+    "config": "write its options here",
     "api-key": "give it on the command line",
+    "io-processor-plugin": _CODE,
+    "logits-processors": _CODE,
+    "middleware": _CODE,
+    "model-class-overrides": _CODE,
+    "reasoning-parser-plugin": _CODE,
+    "tool-parser-plugin": _CODE,
 }
 
 
@@ -64,9 +74,7 @@ class Recipe(BaseModel):
     @classmethod
     def _are_options(cls, value: dict[str, Any]) -> dict[str, Any]:
         for key in value:
-            name = key.replace("_", "-")
-            if key.startswith("-") or name in _REFUSED:
-                why = _REFUSED.get(name, "write it without the dashes")
+            if why := _objection(key.replace("_", "-")):
                 raise ValueError(f"option {key!r} cannot stand in a recipe: {why}")
         return value
 
@@ -76,9 +84,14 @@ class Recipe(BaseModel):
         try:
             content = yaml.safe_load(text)
         except (yaml.YAMLError, RecursionError) as error:
-            raise ConfigError(f"{origin} is not YAML: {error}.") from None
+            raise ConfigError(
+                f"{origin} is not YAML: {error}.", "Correct it, or make one with `moet plan`."
+            ) from None
         if not isinstance(content, dict):
-            raise ConfigError(f"{origin} is no recipe: it is not a table of keys.")
+            raise ConfigError(
+                f"{origin} is no recipe: it is not a table of keys.",
+                f"A recipe has: {', '.join(cls.model_fields)}.",
+            )
         try:
             return cls.model_validate(content)
         except ValidationError as error:
@@ -102,7 +115,10 @@ class Recipe(BaseModel):
         )
 
     def vllm_arguments(self) -> list[str]:
-        """The options as `vllm serve` takes them: true is a flag, false its `--no-` form."""
+        """The options as `vllm serve` takes them: true is a flag, false its `--no-` form.
+
+        One argument each, so that no value can be taken for another option.
+        """
         found = []
         for key, value in self.vllm.items():
             name = key.replace("_", "-")
@@ -110,8 +126,16 @@ class Recipe(BaseModel):
                 found.append(f"--{name}" if value else f"--no-{name}")
             else:
                 text = json.dumps(value) if isinstance(value, dict) else str(value)
-                found += [f"--{name}", text]
+                found.append(f"--{name}={text}")
         return found
+
+
+def _objection(name: str) -> str | None:
+    """Why an option, with dashes for underscores, cannot stand in a recipe; None if it can."""
+    if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name):
+        return "write its name alone, without the dashes"
+    # vLLM's parser takes the beginning of a name for the whole.
+    return next((why for full, why in _REFUSED.items() if full.startswith(name)), None)
 
 
 def recipe_names() -> list[str]:
