@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from moet.errors import ConfigError
-from moet.plan.detect import detect, gpus_of, memory_limit
+from moet.plan.detect import detect, gpus_of
 from moet.plan.machine import GIB, find_gpu, known_gpus, parse_bytes, parse_disk, parse_gpus
 
 
@@ -96,13 +96,6 @@ def test_gpus_of_this_machine() -> None:
     assert (unknown[0].memory, unknown[0].tflops) == (49140 << 20, None)
     assert "Z9 is not in the table" in notes[0]
     assert gpus_of("garbage\n") == ([], [])
-
-
-def test_a_containers_limit_counts(tmp_path: Path) -> None:
-    (tmp_path / "memory.max").write_text("1073741824\n")
-    assert memory_limit(tmp_path) == GIB
-    (tmp_path / "memory.max").write_text("max\n")
-    assert memory_limit(tmp_path) == psutil.virtual_memory().total
 
 
 def test_detect_sees_this_machine(tmp_path: Path) -> None:

@@ -266,6 +266,17 @@ def test_advice_is_worth_taking() -> None:
     assert all(one.gain is None for one in advise(broken))
 
 
+def test_nothing_helps_a_disk_that_is_too_small_for_the_download() -> None:
+    of = inventory()
+    where = machine("6GiB:1000GB/s", 64 * GIB)
+    alone = make_plan(FILES, of, where)
+    assert not alone.missing
+    small = replace(where, disk=Disk(alone.disk.pack + 1, DISK.bandwidth))
+    made = make_plan(replace(FILES, local=False), of, small)
+    assert "of disk are missing" in " ".join(made.missing)
+    assert advise(made) == []
+
+
 def test_the_curve_rises_to_everything_resident() -> None:
     made = plan(inventory(experts=256), machine("6GiB:1000GB/s", 16 * GIB), chunk=2048)
     points = curve(made, 20)

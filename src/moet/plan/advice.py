@@ -28,7 +28,7 @@ def advise(plan: Plan) -> list[Advice]:
     """Changes that help, the best first; for a plan that is not served, those with which it is."""
     found = []
     for sentence, machine, workload in _changes(plan):
-        other = replan(plan, True, machine, workload)
+        other = replan(plan, machine, workload)
         if other.decode is None:
             continue
         if plan.decode is None:

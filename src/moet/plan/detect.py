@@ -12,7 +12,6 @@ from moet.host_memory import host_memory
 from moet.plan.machine import Disk, Gpu, Machine, find_gpu, host_bandwidth, pcie
 from moet.plan.measured import assumption
 
-_CGROUP = Path("/sys/fs/cgroup")
 _QUERY = "name,memory.total,pcie.link.gen.max,pcie.link.width.max"
 
 
@@ -28,17 +27,12 @@ def detect(place: Path | None = None) -> Machine:
     return Machine(
         gpus[0] if gpus else None,
         len(gpus),
-        memory_limit(),
+        host_memory().total,
         host_bandwidth(cores),
         cores,
         Disk(shutil.disk_usage(place or Path.home()).free, assumption("disk_gb_s").times(1e9)),
         tuple(notes),
     )
-
-
-def memory_limit(cgroup: Path = _CGROUP) -> int:
-    """Bytes of memory that this process may use: the machine's, or its cgroup's if that is less."""
-    return host_memory(cgroup).total
 
 
 def _gpus() -> tuple[list[Gpu], list[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from moet.errors import ConfigError
 from moet.plan.measured import assumption, gpu_table
@@ -161,11 +161,6 @@ def pcie(generation: int, lanes: int) -> Range:
     """Bytes/s from pinned host memory: as measured on generation 5, halved for each before."""
     per_lane = assumption("pcie_gb_s_per_lane_gen5")
     return per_lane.times(_GB_S * lanes * 2.0 ** (generation - 5))
-
-
-def with_link(gpu: Gpu, h2d: float) -> Gpu:
-    """`gpu` on a host whose link gives `h2d` bytes/s."""
-    return replace(gpu, h2d=Range.exactly(h2d))
 
 
 def _from_table(name: str) -> Gpu:

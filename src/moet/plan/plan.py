@@ -33,12 +33,14 @@ class Disk:
 
 @dataclass(frozen=True)
 class Plan:
-    """model: its name. missing: what keeps it from being served, in sentences; empty if it is
-    served. decode, prefill: None when something is missing. max_context: tokens that each stream
-    could have with no expert in the GPU's memory."""
+    """model: its name. local: whether its checkpoint is on this machine already. missing: what
+    keeps it from being served, in sentences; empty if it is served. decode, prefill: None when
+    something is missing. max_context: tokens that each stream could have with no expert in the
+    GPU's memory."""
 
     model: str
     revision: str | None
+    local: bool
     inventory: Inventory
     machine: Machine
     workload: Workload
@@ -164,6 +166,7 @@ def make_plan(
     return Plan(
         files.name,
         files.revision,
+        files.local,
         inventory,
         machine,
         workload,
@@ -177,9 +180,9 @@ def make_plan(
     )
 
 
-def replan(plan: Plan, files_are_local: bool, machine: Machine, workload: Workload) -> Plan:
+def replan(plan: Plan, machine: Machine, workload: Workload) -> Plan:
     """The same model on another machine or with other work."""
-    files = ModelFiles(plan.model, plan.revision, {}, None, files_are_local, lambda: iter(()))
+    files = ModelFiles(plan.model, plan.revision, {}, None, plan.local, lambda: iter(()))
     return make_plan(files, plan.inventory, machine, workload)
 
 
