@@ -12,6 +12,7 @@ from vllm import LLM, SamplingParams, TokensPrompt
 
 from moet.calibrate import CalibrationWriter, Windows
 from moet.errors import CalibrationError
+from moet.vllm import METHOD
 from moet.vllm import __file__ as _LIGHT_MODULE
 
 EXTENSION = "moet.vllm.calibration.CalibrationExtension"
@@ -27,7 +28,7 @@ def calibration_engine(
     noted down on the way; without prefix caching, because every token must pass.
     """
     needed = {
-        "quantization": "moet",
+        "quantization": METHOD,
         "additional_config": {"moet": dict(settings)},
         "worker_extension_cls": EXTENSION,
         "enforce_eager": True,
@@ -65,13 +66,21 @@ def _main_not_imported_again() -> Iterator[None]:
 
 
 def run_window(llm: LLM, windows: Windows, index: int, layers: tuple[int, ...], sync: bool) -> None:
-    """One window through the model; raises CalibrationError unless each layer saw all of it."""
+    """One window through the model.
+
+    Raises CalibrationError unless each layer saw all of it, and rows for all of it were there.
+    """
     llm.collective_rpc("moet_window", args=(index,))
-    llm.generate(
+    (output,) = llm.generate(
         TokensPrompt(prompt_token_ids=windows.ids[index].tolist()),
         SamplingParams(temperature=0, max_tokens=1, detokenize=False),
         use_tqdm=False,
     )
+    if output.outputs[0].finish_reason == "error":  # a failed step, computed without some rows
+        raise CalibrationError(
+            f"window {index}: rows of the experts could not be read; the log says which and why.",
+            "Run `moet verify` on the pack; the same command again resumes.",
+        )
     ranks = llm.collective_rpc("moet_window_seen", args=(sync,))
     length = windows.ids.shape[1]
     for layer in layers:

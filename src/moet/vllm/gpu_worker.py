@@ -40,5 +40,6 @@ class MoetGPUWorker(LooksAhead, HasGate, ChecksSteps, Worker):  # type: ignore[m
         from moet.vllm.gpu import GPURuntime  # these import numba: see config.py
         from moet.vllm.method import find_runtime
 
-        runtime = find_runtime(self.vllm_config)
+        found = find_runtime(self.vllm_config)
+        runtime = None if found is None else found.seen_through()
         return runtime if isinstance(runtime, GPURuntime) else None

@@ -76,6 +76,10 @@ class RankExperts(Closing):
         experts all run at recovery's precision.
         """
 
+    def seen_through(self) -> RankExperts:
+        """The runtime that computes: this one, unless it only looks on."""
+        return self
+
     def foresee(self, tables: Mapping[int, Tensor]) -> None:
         """Before the first pass: these layers' experts follow from the token ids.
 

@@ -51,6 +51,9 @@ class RecordingRuntime(RankExperts):
             return torch.zeros_like(x)
         return self.inner.experts(layer, x, topk_ids, topk_weights, attn_metadata, activation, fp4)
 
+    def seen_through(self) -> RankExperts:
+        return self.inner
+
     def stats(self) -> dict[str, Any]:
         return self.inner.stats()
 
@@ -81,8 +84,7 @@ class Recorder:
         recorder = cls(SampleSink(Path(path), layout), methods, writes)
         if inner is None:
             return recorder  # a pipeline's rank without routed experts
-        inner = inner.inner if isinstance(inner, RecordingRuntime) else inner
-        runtime = RecordingRuntime(inner, recorder._note)
+        runtime = RecordingRuntime(inner.seen_through(), recorder._note)
         for method in methods:
             method.runtime = runtime
         if writes:
@@ -99,8 +101,7 @@ class Recorder:
         old = find_runtime(worker.vllm_config)
         if old is None:
             return cls(SampleSink(Path(path), layout), methods, False)
-        if isinstance(old, RecordingRuntime):
-            old = old.inner
+        old = old.seen_through()
         before = [m.layer for m in methods if m.layer < layer]
         moe = methods[0].moe
         inner = old
