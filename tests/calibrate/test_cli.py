@@ -33,6 +33,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--tokens", "TOKENS", "--window", "300"], "has 200 tokens; a window takes 300"),
         (["--tokens", "TOKENS", "--window", "50", "--budget", "1KB"], "less than a window of 50"),
         (["--tokens", "TOKENS", "--budget", "much"], "--budget 'much' is not a size"),
+        (["--tokens", "TOKENS", "--budget", "auto"], "--budget 'auto' is impossible"),
         (["--tokens", "TOKENS", "--engine", "dtype"], "--engine is not JSON"),
         (["--tokens", "TOKENS", "--engine", "[1]"], "--engine must be a JSON object"),
         (["--tokens", "TOKENS", "--set", "pol=lru"], "unknown setting 'pol'"),

@@ -120,6 +120,9 @@ def test_port_is_taken(moet: Moet, checkpoint: Path) -> None:
         (["--base-pool", "much"], ["base_pool", "much"]),
         (["--additional-config", "{"], ["--additional-config"]),
         (["--additional-config", '{"moet": {"pool": 3}}'], ["pool"]),
+        (["--additional_config", '{"moet": {"pool": 3}}'], ["pool"]),
+        (["--additional-config", '{"moet": 5}'], ["mapping", "base_pool"]),
+        (["--additional-config={}", "--additional-config", "{}"], ["twice"]),
         (["--port", "http"], ["--port"]),
     ],
 )

@@ -86,3 +86,19 @@ def test_random_weights_need_no_pack(
     assert command[command.index("--load-format") + 1] == "dummy"
     config = json.loads(command[command.index("--additional-config") + 1])
     assert config == {"moet": {}}
+
+
+def test_vllms_options_may_have_underscores(
+    moet: Moet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr("moet.cli.serve.os.execve", lambda path, line, env: commands.append(line))
+    (tmp_path / "config.json").write_text("{}")
+    theirs = '{"moet": {"io_threads": 2}, "other": 1}'
+    options = ["--load_format=dummy", "--additional_config", theirs, "--port", "18999"]
+    moet("serve", tmp_path, "--base-pool", "25%", *options)
+    (command,) = commands
+    assert "--load-format=dummy" in command
+    assert sum(text.startswith("--additional") for text in command) == 1
+    config = json.loads(command[command.index("--additional-config") + 1])
+    assert config == {"moet": {"io_threads": 2, "base_pool": "25%"}, "other": 1}

@@ -49,6 +49,7 @@ def test_json(moet: Callable[..., Ran], trace: Path) -> None:
     ("arguments", "message"),
     [
         (["--gpu", "much"], "--gpu 'much' is not a size"),
+        (["--arena", "auto"], "--arena 'auto' is impossible"),
         (["--policy", "best"], "unknown policy 'best'"),
         (["--gpu", "0", "--arena", "3"], "Make the arena at least 5 rows"),
         (["--plan-every", "0"], "plan_every must be at least 1"),

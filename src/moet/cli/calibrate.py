@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,7 +29,8 @@ from moet.cli.serve import find_pack
 from moet.cli.ui import err, out
 from moet.errors import CalibrationError
 from moet.pack.identity import model_of
-from moet.residency.sizing import size_pool
+from moet.plan.inventory import text_config
+from moet.residency.sizing import size_rows
 from moet.units import byte_size
 
 TOKENS = 131_072
@@ -182,7 +182,7 @@ def _windows(
     row = token_bytes(
         geometry.hidden, geometry.top_k, len(geometry.moe_layers) - len(geometry.mtp_layers)
     )
-    affordable = size_pool(budget, name="--budget", rows=count, row_bytes=row).slots
+    affordable = size_rows(budget, name="--budget", rows=count, row_bytes=row)
     if affordable < min(window, count):
         raise CalibrationError(
             f"--budget {budget} holds {affordable:,} tokens of {byte_size(row)} each, less than a "
@@ -191,8 +191,7 @@ def _windows(
         )
     count = affordable
     if tokens is not None:
-        nested = checkpoint.config.get("text_config")
-        config = nested if isinstance(nested, Mapping) else checkpoint.config
+        config = text_config(checkpoint.config)
         stream, path = read_tokens(tokens, integer(config, "vocab_size")), tokens
     else:
         assert text is not None

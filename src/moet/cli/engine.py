@@ -8,6 +8,8 @@ from typing import Any
 from moet.errors import ConfigError
 from moet.settings import Settings
 
+_ENGINE_HELP = 'Write \'{"dtype": "float32"}\'.'
+
 
 def assignment(text: str) -> tuple[str, Any]:
     """Key and value of `--set KEY=VALUE`; the value is JSON, or else text."""
@@ -32,7 +34,7 @@ def engine_options(text: str) -> dict[str, Any]:
     try:
         values = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"--engine is not JSON: {error}.") from None
+        raise ConfigError(f"--engine is not JSON: {error}.", _ENGINE_HELP) from None
     if not isinstance(values, dict):
-        raise ConfigError("--engine must be a JSON object.", 'Write \'{"dtype": "float32"}\'.')
+        raise ConfigError("--engine must be a JSON object.", _ENGINE_HELP)
     return values

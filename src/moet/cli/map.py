@@ -19,7 +19,7 @@ from moet.cli.ui import err, out
 from moet.errors import ConfigError
 from moet.pack import Pack, PackRowSource
 from moet.pack.files import write_file
-from moet.residency.sizing import size_pool
+from moet.residency.sizing import size_rows
 from moet.settings import default_pack_path
 from moet.units import byte_size
 from moet.vllm.precision import named_map
@@ -62,8 +62,6 @@ def make_map(
         moet map ./DeepSeek-R1-NVFP4 --calibration r1.calibration --budget 12GiB -o twelve
         moet serve ./DeepSeek-R1-NVFP4 --precision twelve
     """
-    if budget == "auto":
-        raise ConfigError("--budget 'auto' is impossible.", "Give a share, bytes, or a number.")
     with Checkpoint.open(local_checkpoint(model)) as checkpoint:
         opened = open_calibration(calibration, checkpoint)
         made = Pack.open(pack or default_pack_path(checkpoint.name, checkpoint.identity))
@@ -99,7 +97,7 @@ def experts_within(budget: str, calibration: Calibration, pack: Pack) -> tuple[i
     layouts = [pack.layers[layer].layout.fp4 for layer in calibration.metadata.layers]
     row_bytes = max(layout.row_bytes for layout in layouts)
     rows = len(layouts) * calibration.metadata.experts
-    return size_pool(budget, name="--budget", rows=rows, row_bytes=row_bytes).slots, row_bytes
+    return size_rows(budget, name="--budget", rows=rows, row_bytes=row_bytes), row_bytes
 
 
 def write_map(path: Path, identity: str, sensitivity: Sensitivity, count: int) -> None:

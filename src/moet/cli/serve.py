@@ -21,9 +21,11 @@ from moet.errors import ConfigError
 from moet.pack import Pack
 from moet.recipes import find_recipe
 from moet.settings import Settings, default_pack_path
+from moet.vllm import METHOD
 
 WORKER_EXTENSION = "moet.vllm.worker.MoetWorkerExtension"
 ENDPOINTS = "moet_http"
+_ADDITIONAL_HELP = 'Give it an object: \'{"moet": {"base_pool": "25%"}}\'.'
 
 
 def serve(
@@ -40,7 +42,7 @@ def serve(
         typer.Option(help="The pack. Default: the model's place under ~/.cache/moet/packs."),
     ] = None,
     precision: Annotated[
-        str | None, typer.Option(help="base (2 bits), fp4, or a map file. Default: base.")
+        str | None, typer.Option(help="base (2 bits), fp4, or a map's name or file. Default: base.")
     ] = None,
     base_pool: Annotated[
         str | None,
@@ -77,8 +79,9 @@ def serve(
     }  # fmt: skip
     values: dict[str, Any] = {key: value for key, value in chosen.items() if value is not None}
     values |= dict(assignment(text) for text in option or [])
-    rest = list(context.args)
+    rest = [_dashed(text) for text in context.args]
     theirs = _take_additional_config(rest)
+    Settings.from_additional_config(theirs)
     values = {**theirs.get("moet", {}), **values}
     recipe = None if Path(model).is_dir() else find_recipe(model)
     if recipe is not None:
@@ -103,7 +106,7 @@ def serve_command(
     """The command line of vLLM's server for a model and moet settings."""
     config = json.dumps({**additional_config, "moet": values})
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
-    command += ["--quantization", "moet", "--additional-config", config]
+    command += ["--quantization", METHOD, "--additional-config", config]
     if not any(text.startswith("--worker-extension-cls") for text in rest):
         command += ["--worker-extension-cls", WORKER_EXTENSION]
     return command + rest
@@ -120,24 +123,40 @@ def serve_environment() -> dict[str, str]:
     return environment
 
 
+def _dashed(text: str) -> str:
+    """An option's name as vLLM reads it: underscores are dashes."""
+    if not text.startswith("--"):
+        return text
+    name, equals, value = text.partition("=")
+    return f"{name.replace('_', '-')}{equals}{value}"
+
+
 def _take_additional_config(arguments: list[str]) -> dict[str, Any]:
     """Removes vLLM's own --additional-config from `arguments` and returns its content."""
-    for index, text in enumerate(arguments):
-        name, equals, value = text.partition("=")
+    taken: dict[str, Any] | None = None
+    index = 0
+    while index < len(arguments):
+        name, equals, value = arguments[index].partition("=")
         if name != "--additional-config":
+            index += 1
             continue
-        if not equals and index + 1 == len(arguments):
-            raise ConfigError("--additional-config has no value.", "Give it a JSON object.")
+        if taken is not None:
+            raise ConfigError("--additional-config is given twice.", "Put all into one object.")
         del arguments[index]
-        raw = value if equals else arguments.pop(index)
-        try:
-            content = json.loads(raw)
-        except ValueError as error:
-            raise ConfigError(f"--additional-config is not JSON: {error}.") from None
-        if not isinstance(content, dict):
-            raise ConfigError("--additional-config must be a JSON object.")
-        return content
-    return {}
+        if not equals and index == len(arguments):
+            raise ConfigError("--additional-config has no value.", _ADDITIONAL_HELP)
+        taken = _json_object(value if equals else arguments.pop(index))
+    return taken or {}
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--additional-config is not JSON: {error}.", _ADDITIONAL_HELP) from None
+    if not isinstance(content, dict):
+        raise ConfigError("--additional-config must be a JSON object.", _ADDITIONAL_HELP)
+    return content
 
 
 def _option(arguments: list[str], name: str) -> str | None:
@@ -158,7 +177,7 @@ def _check_port(arguments: list[str]) -> None:
     host = _option(arguments, "--host") or ""
     port = _option(arguments, "--port") or "8000"
     if not port.isdigit() or not 0 < int(port) < 65536:
-        raise ConfigError(f"--port {port} is not a port number.")
+        raise ConfigError(f"--port {port} is not a port number.", "Choose one from 1 to 65535.")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from moet.cli.ui import emit_json, out
 from moet.residency.metrics import Phase
-from moet.residency.sizing import size_pool
+from moet.residency.sizing import size_rows
 from moet.residency.tiers.device import Tier
 from moet.residency.tiers.options import TierOptions, TierSizes
 from moet.residency.tiers.simulate import Prediction, simulate
@@ -70,7 +70,7 @@ def simulate_trace(
 
 def _rows(name: str, setting: str, trace: RoutingTrace) -> int:
     rows = len(trace.layers) * trace.num_experts
-    return size_pool(setting, name=name, rows=rows, row_bytes=trace.row_bytes).slots
+    return size_rows(setting, name=name, rows=rows, row_bytes=trace.row_bytes)
 
 
 def _record(policy: str, sizes: TierSizes, found: Prediction) -> dict[str, Any]:

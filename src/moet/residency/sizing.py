@@ -20,7 +20,7 @@ _UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
 STREAMING_SLOTS = 8
 
 _FORMS = 'Write "25%", "12GiB", a number of slots, or "auto".'
-
+_FORMS_OF_ROWS = 'Write "25%", "12GiB", or a number of rows.'
 
 Kind = TypeVar("Kind")
 
@@ -65,6 +65,19 @@ def share_rows(
         if in_turn or wanted <= nbytes:
             nbytes -= found[kind] * row_bytes[kind]
     return found
+
+
+def size_rows(setting: str, *, name: str, rows: int, row_bytes: int) -> int:
+    """The rows, of `rows`, that a size asks for which does not depend on this machine.
+
+    Raises ConfigError naming the option, for "auto" too.
+    """
+    if setting.strip() == "auto":
+        raise ConfigError(f"{name} 'auto' is impossible.", _FORMS_OF_ROWS)
+    try:
+        return size_pool(setting, name=name, rows=rows, row_bytes=row_bytes).slots
+    except ConfigError as error:
+        raise ConfigError(error.message, _FORMS_OF_ROWS) from None
 
 
 def size_pool(
