@@ -157,10 +157,10 @@ def test_qwen3_sparse_step_counts_from_one():
     assert geometry(config).moe_layers == (1, *range(7, 48, 2))
 
 
-def test_deepseek_v4_is_sparse_throughout_and_hash_routed_first():
+def test_deepseek_v4_is_sparse_throughout():
     found = geometry(DEEPSEEK_V4)
     assert found.moe_layers == tuple(range(44))
-    assert (found.mtp_layers, found.hash_layers) == ((43,), (0, 1, 2))
+    assert found.mtp_layers == (43,)
     assert (found.swiglu_limit, found.swiglu_alpha, found.swiglu_beta) == (10.0, 1.0, 0.0)
     # The 0731 revision's drafter has three layers.
     dspark = DEEPSEEK_V4 | {"dspark_target_layer_ids": [20, 41], "dspark_block_size": 5}

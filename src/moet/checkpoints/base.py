@@ -30,7 +30,6 @@ class Geometry:
     biases: whether gate, up and down have biases.
     router_weight_on_input: whether a token's routing weight scales the expert's input, not its
         output.
-    hash_layers: those of moe_layers whose routing follows from the token's id alone.
     """
 
     architecture: str
@@ -46,7 +45,6 @@ class Geometry:
     swiglu_beta: float = 0.0
     biases: bool = False
     router_weight_on_input: bool = False
-    hash_layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,6 @@ class DeepseekV4(PerExpertNames):
             intermediate=integer(config, "moe_intermediate_size"),
             moe_layers=range(layers + drafts),
             swiglu_limit=positive(config, "swiglu_limit", default=None),
-            hash_layers=integer(config, "num_hash_layers", minimum=0, default=0),
         )
 
     def declared_format(self, config: Config, modelopt: Mapping[str, Any] | None) -> str:

@@ -64,7 +64,6 @@ def make_geometry(
     swiglu_beta: float = 0.0,
     biases: bool = False,
     router_weight_on_input: bool = False,
-    hash_layers: int = 0,
 ) -> Geometry:
     """The geometry, from the keys that all families share; draft layers follow the last layer.
 
@@ -96,5 +95,4 @@ def make_geometry(
         swiglu_beta=swiglu_beta,
         biases=biases,
         router_weight_on_input=router_weight_on_input,
-        hash_layers=tuple(layer for layer in moe_layers if layer < hash_layers),
     )

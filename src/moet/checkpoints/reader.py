@@ -177,19 +177,16 @@ class Checkpoint(Closing):
         return ExpertSource(*matrices)
 
     def decode_expert(
-        self,
-        layer: int,
-        expert: int,
-        source: ExpertSource | None = None,
-        dtype: torch.dtype = torch.float32,
+        self, layer: int, expert: int, source: ExpertSource | None = None
     ) -> ExpertWeights:
-        """An expert's weights, exact. source: what `read_expert` returned, to save reading again.
+        """An expert's weights, float32 (`BlockFormat.decode` has what that rounds).
 
+        source: what `read_expert` returned, to save reading again.
         Raises CheckpointError naming the tensor and file whose scale is NaN, infinite or negative.
         """
         source = source or self.read_expert(layer, expert)
         matrices = (
-            self._decode(source[projection], layer, expert, projection, dtype)
+            self._decode(source[projection], layer, expert, projection)
             for projection in PROJECTIONS
         )
         return ExpertWeights(*matrices)
@@ -206,15 +203,10 @@ class Checkpoint(Closing):
         return self._layers[layer]
 
     def _decode(
-        self,
-        matrix: MatrixSource,
-        layer: int,
-        expert: int,
-        projection: Projection,
-        dtype: torch.dtype,
+        self, matrix: MatrixSource, layer: int, expert: int, projection: Projection
     ) -> Tensor:
         try:
-            return FORMATS[matrix.format].decode(matrix.parts, dtype)
+            return FORMATS[matrix.format].decode(matrix.parts)
         except CheckpointError as error:
             refs = self.locate(layer, expert)[projection]
             # The format knows parts only; the user knows tensors.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -16,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from moet.errors import ConfigError
+from moet.pack.files import write_file
 
 _VERSION = "1"
 _LOG = logging.getLogger(__name__)
@@ -75,17 +75,7 @@ def save_heat(
         "layers": _join(layers),
         "blake3": blake3(counts.tobytes()).hexdigest(),
     }
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        file.write(save({"counts": counts}, metadata))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    write_file(path, save({"counts": counts}, metadata))
 
 
 def load_heat(

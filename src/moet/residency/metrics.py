@@ -93,10 +93,6 @@ class Metrics:
         hits, misses = sum(self.hits.values()), sum(self.misses.values())
         return hits / (hits + misses) if hits + misses else 1.0
 
-    @property
-    def stall_seconds_per_step(self) -> float:
-        return self.stall_seconds / self.steps if self.steps else 0.0
-
 
 @dataclass
 class Counters:

@@ -19,11 +19,6 @@ def limits(slots: int, places: int, **options: int) -> Limits:
     )
 
 
-def test_sizes_from_bytes() -> None:
-    assert TierSizes.from_bytes(10 * 4096 + 1, 4095, 4096) == TierSizes(10, 0)
-    assert TierSizes.from_bytes(-1, 4096, 4096) == TierSizes(0, 1)
-
-
 @pytest.mark.parametrize(
     ("slots", "places", "layer_rows", "least"),
     [

@@ -18,11 +18,6 @@ class TierSizes:
     slots: int
     places: int
 
-    @classmethod
-    def from_bytes(cls, gpu: int, arena: int, row_bytes: int) -> TierSizes:
-        """What fits into budgets in bytes; rows are padded already."""
-        return cls(max(0, gpu) // row_bytes, max(0, arena) // row_bytes)
-
 
 @dataclass(frozen=True)
 class TierOptions:
