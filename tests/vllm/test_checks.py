@@ -90,6 +90,7 @@ def test_vllm_is_stopped_in_process_0(path, monkeypatch, tmp_path):
         ({"load_config__load_format": "tensorizer"}, UnsupportedError, "tensorizer is not"),
         ({"load_config__load_format": "tensorizer"}, UnsupportedError, "auto, hf, safetensors"),
         ({"additional_config": {"moet": {"pol": 1}}}, ConfigError, "unknown setting 'pol'"),
+        ({"additional_config": {"moet": {"operator": "cuda"}}}, ConfigError, "without a GPU"),
     ],
 )
 def test_what_is_not_supported_is_refused(path, changes, error, message):
@@ -103,6 +104,15 @@ def test_a_platform_without_an_operator_is_refused(path, monkeypatch):
     monkeypatch.setattr(checks, "current_platform", platform)
     with pytest.raises(UnsupportedError, match="no kernels for the platform 'rocm'"):
         check_model(AutoConfig.from_pretrained(path))
+
+
+@pytest.mark.parametrize("operator", ["cpu", "reference"])
+def test_a_gpu_has_its_own_operator(monkeypatch, operator):
+    monkeypatch.setattr(checks, "current_platform", SimpleNamespace(is_cuda=lambda: True))
+    for fitting in ("auto", "cuda"):
+        checks.check_operator(Settings(operator=fitting))
+    with pytest.raises(ConfigError, match="cannot serve on a GPU"):
+        checks.check_operator(Settings(operator=operator))
 
 
 def test_the_wrong_rotary_kernel_is_avoided(path):

@@ -154,14 +154,13 @@ def test_latency_is_a_histogram_of_cumulative_buckets() -> None:
 
 def test_figures_of_a_runtime_are_passed_on() -> None:
     gate = [
-        Figure("gate_fired", "Steps run again.", 3, labels={"why": "doubt", "at": "decode"}),
-        Figure("gate_fired", "Steps run again.", 4, labels={"at": "decode", "why": "cap"}),
+        Figure("gate_fired", "Steps run again.", 3),
         Figure("gate_threshold", "The threshold.", 0.6, "gauge"),
     ]
     found = families(rank_stats(POOLS, gate), tier_stats(TIERS, gate))
     fired = found["moet_gate_fired"]
     assert (fired.type, fired.documentation) == ("counter", "Steps run again.")
-    assert value(fired, rank="1", why="cap", at="decode") == 4
+    assert value(fired, rank="1") == 3
     assert value(found["moet_gate_threshold"], rank="0") == 0.6
     assert found["moet_gate_threshold"].type == "gauge"
 

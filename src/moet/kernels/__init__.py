@@ -1,6 +1,6 @@
 """Routed experts of a layer, computed from packed rows.
 
-Importing this package registers every operator that can run on this machine's platform.
+Importing this package registers the operators in `OPERATORS`; it compiles none.
 """
 
 from typing import Any

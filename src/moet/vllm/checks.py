@@ -14,7 +14,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from moet.checkpoints import Checkpoint, family_of
-from moet.errors import CheckpointError, UnsupportedError
+from moet.errors import CheckpointError, ConfigError, UnsupportedError
 from moet.settings import Settings
 from moet.vllm.gate.checks import unsupported as gate_unsupported
 from moet.vllm.loader import LOAD_FORMATS
@@ -40,10 +40,22 @@ def check_model(hf_config: Any) -> None:
         raise UnsupportedError(error.message, error.hint) from None
 
 
+def check_operator(settings: Settings) -> None:
+    """Refuses kernels of another platform."""
+    gpu = current_platform.is_cuda()
+    if settings.operator == "auto" or (settings.operator == "cuda") == gpu:
+        return
+    raise ConfigError(
+        f"the operator {settings.operator!r} cannot serve {'on' if gpu else 'without'} a GPU.",
+        'Leave the setting operator out, or set it to "auto".',
+    )
+
+
 def check_engine(vllm_config: VllmConfig) -> None:
     """Refuses impossible settings and features of vLLM that would give wrong output, or none."""
     check_model(vllm_config.model_config.hf_config)
     settings = Settings.from_additional_config(vllm_config.additional_config)
+    check_operator(settings)
     for problem in (*_unsupported(vllm_config), *gate_unsupported(vllm_config, settings)):
         raise problem
     # Now rather than after minutes of loading. vLLM downloads a model's files while it loads.

@@ -12,6 +12,7 @@ from vllm.logger import init_logger
 
 from moet.errors import ConfigError, UnsupportedError
 from moet.kernels.cuda.experts import CudaExperts
+from moet.kernels.cuda.prefill import PREFILL_TOKENS
 from moet.kernels.cuda.shape import ExpertsShape
 from moet.residency.cuda import CudaTierDevice
 from moet.residency.hot_set import HotSetOptions
@@ -60,7 +61,10 @@ def build_gpu_runtime(
     device = torch.device("cuda", torch.cuda.current_device())
     recovery = opened.fp4 if settings.recovers or settings.adaptive else {}
     if settings.adaptive and len(set(recovery.values())) > 1:
-        raise ConfigError("an adaptive hot set needs one FP4 format in all layers.")
+        raise ConfigError(
+            "an adaptive hot set needs one FP4 format in all layers.",
+            "Leave the setting adaptive out.",
+        )
     owned = owned_rows(precision, recovery)
     layouts = {p: source.layouts[p] for p in owned}
     operator = CudaExperts(
@@ -69,7 +73,7 @@ def build_gpu_runtime(
         # Biases of down are added in float32.
         torch.float32 if geometry.biases else torch.bfloat16,
         fp8_activations=settings.fp8_activations,
-        prefill_tokens=min(4096, vllm_config.scheduler_config.max_num_batched_tokens),
+        prefill_tokens=min(PREFILL_TOKENS, vllm_config.scheduler_config.max_num_batched_tokens),
         batch_invariant=envs.VLLM_BATCH_INVARIANT,
     )
     free, total = torch.cuda.mem_get_info(device)

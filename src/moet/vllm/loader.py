@@ -74,12 +74,13 @@ def dense_tensors(
     """Every tensor of `files` but those of routed experts: (prefix + name, tensor)."""
     from moet.checkpoints import Checkpoint  # not before the worker is up: see config.py
 
-    checkpoint = Checkpoint.open(folder)
+    with Checkpoint.open(folder) as checkpoint:
+        is_expert_tensor = checkpoint.is_expert_tensor
     read = passed = 0
     for file in files:
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a dict
-                if checkpoint.is_expert_tensor(name):
+                if is_expert_tensor(name):
                     passed += 1
                     continue
                 read += 1

@@ -99,15 +99,12 @@ def _latency(ranks: Iterable[tuple[str, Stats]]) -> Metric:
 
 def _further(ranks: Iterable[tuple[str, Stats]]) -> Iterable[Metric]:
     """What the runtime reports besides (`stats.Figure`)."""
-    families: dict[str, tuple[CounterMetricFamily | GaugeMetricFamily, list[str]]] = {}
+    families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
     for rank, stats in ranks:
         for figure in stats.get("further", ()):
-            name, labels = f"moet_{figure['name']}", figure["labels"]
+            name = f"moet_{figure['name']}"
             if name not in families:
                 kind = CounterMetricFamily if figure["kind"] == "counter" else GaugeMetricFamily
-                names = sorted(labels)
-                families[name] = kind(name, figure["about"], labels=["rank", *names]), names
-            family, names = families[name]
-            family.add_metric([rank, *(labels[label] for label in names)], figure["value"])
-    for family, _ in families.values():
-        yield family
+                families[name] = kind(name, figure["about"], labels=["rank"])
+            families[name].add_metric([rank], figure["value"])
+    return families.values()

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from moet.residency.metrics import LATENCY_BOUNDS, LatencyHistogram, Metrics, Phase
@@ -49,14 +49,13 @@ class Figure:
     """One more number that a runtime reports, in Prometheus' terms.
 
     name: without `moet_` and without a counter's `_total`. about: the help text. kind: a counter
-    only ever grows. labels: their names are the same for all figures of a name; the rank is added.
+    only ever grows.
     """
 
     name: str
     about: str
     value: float
     kind: Literal["counter", "gauge"] = "counter"
-    labels: Mapping[str, str] = field(default_factory=dict)
 
 
 def rank_stats(metrics: Metrics, further: Iterable[Figure] = ()) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from moet.errors import ConfigError
 from moet.kernels.base import GPT_OSS, SwiGLU
 from moet.kernels.cuda.decode import DecodeExperts
 from moet.kernels.cuda.dispatch import SEVERAL_TOKENS, most_decoded
-from moet.kernels.cuda.prefill import PrefillExperts
+from moet.kernels.cuda.prefill import PREFILL_TOKENS, PrefillExperts
 from moet.kernels.cuda.shape import ExpertsShape
 
 
@@ -39,7 +39,7 @@ class CudaExperts:
         device: torch.device,
         out_dtype: torch.dtype = torch.float32,
         fp8_activations: bool = False,
-        prefill_tokens: int = 4096,
+        prefill_tokens: int = PREFILL_TOKENS,
         batch_invariant: bool = False,
     ) -> None:
         if out_dtype not in (torch.float32, torch.bfloat16):
