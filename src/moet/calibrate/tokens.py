@@ -38,10 +38,13 @@ def read_tokens(path: Path, vocabulary: int) -> I32:
         else:
             found = np.fromfile(path, "<u2" if vocabulary <= 2**16 else "<u4")
     except (OSError, ValueError) as error:
-        raise CalibrationError(f"{path}: cannot be read as tokens ({error}).") from None
+        raise CalibrationError(
+            f"{path}: cannot be read as tokens ({error}).", "Give the text itself with --text."
+        ) from None
     if found.ndim != 1 or found.dtype.kind not in "iu":
         raise CalibrationError(
-            f"{path}: has {found.dtype} {list(found.shape)}, not a row of token ids."
+            f"{path}: has {found.dtype} {list(found.shape)}, not a row of token ids.",
+            "Save one dimension of integers.",
         )
     bad = (found < 0) | (found >= vocabulary)
     if bad.any():
@@ -63,7 +66,9 @@ def read_text(path: Path, model: Path) -> I32:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise CalibrationError(f"{path}: cannot be read as text ({error}).") from None
+        raise CalibrationError(
+            f"{path}: cannot be read as text ({error}).", "Give a text file in UTF-8."
+        ) from None
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated
 
 import numpy as np
@@ -20,6 +19,7 @@ from pydantic import Field, ValidationError
 from moet.calibrate.layout import CONFIDENCE_BINS, CalibrationLayout, Metadata
 from moet.calibrate.reader import Calibration
 from moet.calibrate.tokens import Windows
+from moet.closing import Closing
 from moet.errors import CalibrationError
 from moet.pack.files import sync_directory, write_exact, write_file
 from moet.pack.manifest import differences
@@ -36,7 +36,7 @@ class Journal(Strict):
     windows: Annotated[int, Field(ge=0)]
 
 
-class CalibrationWriter:
+class CalibrationWriter(Closing):
     """Makes the calibration `out`; a context manager that holds the unfinished file's lock.
 
     Args:
@@ -68,23 +68,21 @@ class CalibrationWriter:
             self._fd = os.open(self.partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             self._start()
         except OSError as error:
-            self._close()
+            self.close()
             raise CalibrationError(
                 f"{self.partial}: cannot be written ({error.strerror}).",
                 "Make room, or choose a directory that you can write to.",
             ) from None
         except BaseException:
-            self._close()
+            self.close()
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._close()
+    def close(self) -> None:
+        """Releases the lock; what is written stays, for the next run."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
     def record(self, windows: int) -> None:
         """Journals that the first `windows` windows are on disk."""
@@ -151,11 +149,6 @@ class CalibrationWriter:
             return None
         size = CalibrationLayout(journal.metadata).file_bytes
         return journal if os.fstat(self._fd).st_size == size else None
-
-    def _close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)  # releases the lock
-            self._fd = -1
 
 
 def summary(samples: LayerSamples, layout: CalibrationLayout) -> dict[str, NDArray[np.generic]]:

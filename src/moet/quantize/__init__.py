@@ -6,12 +6,9 @@ Importing this package registers the quantizers in `QUANTIZERS`.
 from moet.quantize.base import (
     BLOCK,
     QUANTIZERS,
-    SCALE_MAX_BYTE,
-    SCALE_MIN_BYTE,
     BaseQuantizer,
     Expert,
     MatrixContext,
-    MatrixQuantizer,
     TwoBitExpert,
     TwoBitMatrix,
 )
@@ -28,8 +25,6 @@ from moet.quantize.statistics import MatrixStatistics, matrix_statistics, merge_
 __all__ = [
     "BLOCK",
     "QUANTIZERS",
-    "SCALE_MAX_BYTE",
-    "SCALE_MIN_BYTE",
     "BaseQuantizer",
     "CalibratedQuantizer",
     "DataFreeQuantizer",
@@ -37,7 +32,6 @@ __all__ = [
     "GptqQuantizer",
     "LayerSamples",
     "MatrixContext",
-    "MatrixQuantizer",
     "MatrixStatistics",
     "SampleSource",
     "ScalesQuantizer",
