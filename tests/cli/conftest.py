@@ -30,8 +30,8 @@ def moet(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ran]:
     def run(*arguments: object) -> Ran:
         out, err = io.StringIO(), io.StringIO()
         monkeypatch.setattr(sys, "argv", ["moet", *map(str, arguments)])
-        monkeypatch.setattr(ui.err, "file", err)
-        monkeypatch.setattr(ui.out, "file", out)
+        monkeypatch.setattr(ui.err, "_file", err)  # `file` would be put back as what it stood for
+        monkeypatch.setattr(ui.out, "_file", out)
         code = 0
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:
