@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import threading
 import time
 from typing import Any
@@ -91,6 +93,37 @@ def test_memory_given_up_is_used_again(driver: StandInDriver) -> None:
     arena.resize(0)
     arena.trim()
     assert not driver.pinned
+
+
+def test_a_kernel_without_huge_pages_has_an_arena_too(
+    driver: StandInDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Mapping(mmap.mmap):
+        def madvise(self, *arguments: int) -> None:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(memory, "_HUGE_PAGE", ROW)
+    monkeypatch.setattr(mmap, "mmap", Mapping)
+    arena = ArenaPlaces(ROW, driver)  # type: ignore[arg-type]
+    arena.resize(3)
+    arena.view(2)[:] = 7
+    arena.resize(0)
+    arena.trim()
+
+
+def test_an_arena_that_the_system_refuses_is_a_clear_error(
+    driver: StandInDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_arguments: int, **_flags: int) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    arena = ArenaPlaces(ROW, driver)  # type: ignore[arg-type]
+    arena.resize(3)
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    message = r"KiB of the arena cannot be allocated: .*Cannot allocate.*Make `arena` smaller"
+    with pytest.raises(ConfigError, match=message):
+        arena.resize(30)
+    assert arena.count == 3
 
 
 def wait_for(copy: DeviceCopy) -> None:

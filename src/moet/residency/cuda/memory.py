@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from abc import ABC, abstractmethod
 from bisect import bisect_right
@@ -11,8 +12,10 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 from torch import Tensor
 
+from moet.errors import ConfigError
 from moet.residency.cuda.driver import Driver
 from moet.residency.tiers.device import U8
+from moet.units import byte_size
 
 _CHUNK_BYTES = 256 << 20
 _PINNING_THREADS = 8
@@ -146,9 +149,16 @@ class ArenaPlaces(ChunkedPlaces[Pinned]):
         return [job.result() for job in jobs]
 
     def _pin(self, size: int) -> Pinned:
-        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise ConfigError(
+                f"{byte_size(size)} of the arena cannot be allocated: {error}.",
+                "Make `arena` smaller.",
+            ) from None
         if size >= _HUGE_PAGE:
-            pages.madvise(mmap.MADV_HUGEPAGE)
+            with contextlib.suppress(OSError):  # only a hint; some kernels have none
+                pages.madvise(mmap.MADV_HUGEPAGE)
         memory = np.frombuffer(pages, np.uint8)
         memory[:: mmap.PAGESIZE] = 0
         return Pinned(memory, self._driver.pin(memory.ctypes.data, size))
