@@ -207,6 +207,41 @@ def test_an_unfinished_one_of_another_kind(case: Case, tmp_path: Path) -> None:
         assert writer.done == 0
 
 
+@pytest.mark.parametrize("what", ["newer", "text", "cut"])
+def test_samples_that_cannot_be_resumed_are_not_lost_unasked(
+    what: str, case: Case, tmp_path: Path
+) -> None:
+    out = tmp_path / "c"
+    with CalibrationWriter(out, case.metadata, case.windows) as writer:
+        case.write(writer, 0, 2)
+        partial, journal = writer.partial, out.with_name("c.journal")
+    reason = "it was made by another version of moet"
+    if what == "newer":
+        newer = journal.read_bytes().replace(b'"schema_version":1', b'"schema_version":2')
+        assert newer != journal.read_bytes()
+        journal.write_bytes(newer)
+    elif what == "text":
+        journal.write_bytes(b"no journal")
+    else:
+        os.truncate(partial, 4096)
+        reason = "it has 4096 bytes, not"
+    before = partial.read_bytes()
+    with pytest.raises(CalibrationError, match=rf"{partial}.*{reason}.*Delete it, or allow"):
+        CalibrationWriter(out, case.metadata, case.windows).__enter__()
+    assert partial.read_bytes() == before
+    with CalibrationWriter(out, case.metadata, case.windows, overwrite=True) as writer:
+        assert writer.done == 0
+        case.write(writer, 0, COUNT)
+        writer.finish()
+    Calibration.open(out)
+
+
+def test_a_journal_without_samples_stops_nothing(case: Case, tmp_path: Path) -> None:
+    (tmp_path / "c.journal").write_bytes(b"no journal")
+    with CalibrationWriter(tmp_path / "c", case.metadata, case.windows) as writer:
+        assert writer.done == 0
+
+
 def test_another_model_is_refused(finished: Path, tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "other", hidden=HIDDEN, layers=3, vocab=512)
     with (

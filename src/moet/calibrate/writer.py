@@ -45,8 +45,8 @@ class CalibrationWriter(Closing):
     Attributes:
         partial: the unfinished file. layout: of it. done: windows that an earlier run finished.
 
-    Raises CalibrationError when `out` exists or an unfinished one of another kind is there (unless
-    `overwrite`), when another process writes it, and when the disk has too little room.
+    Raises CalibrationError when `out` exists or an unfinished one of another kind, or of another
+    version of moet, is there (unless `overwrite`), when another process writes it, and when the disk has too little room.
     """
 
     def __init__(
@@ -111,16 +111,7 @@ class CalibrationWriter(Closing):
                 f"{self.out}: another process is writing it.",
                 "Wait for it, or choose another name.",
             ) from None
-        found = self._found()
-        changes = [] if found is None else differences(self.layout.metadata, found.metadata)
-        if changes and not self._overwrite:
-            raise CalibrationError(
-                f"{self.partial} is an unfinished calibration of another kind: "
-                f"{'; '.join(changes)}.",
-                "Delete it, or allow overwriting, to start anew.",
-            )
-        if found is not None and not changes:
-            self.done = found.windows
+        if self._resume():
             return
         self._journal.unlink(missing_ok=True)
         os.ftruncate(self._fd, 0)
@@ -141,14 +132,30 @@ class CalibrationWriter(Closing):
         os.fsync(self._fd)
         self.record(0)
 
-    def _found(self) -> Journal | None:
-        """The journal of an earlier run, if its file is there too."""
+    def _resume(self) -> bool:
+        """Whether an earlier run's file is there and goes on; if another's is, only `overwrite`
+        lets this one start anew."""
+        journal = self._journal.read_bytes() if self._journal.exists() else None
+        size = os.fstat(self._fd).st_size
+        if journal is None or not size:
+            return False  # nothing was recorded, or the samples are gone
         try:
-            journal = Journal.model_validate_json(self._journal.read_bytes())
-        except (FileNotFoundError, ValidationError):
-            return None
-        size = CalibrationLayout(journal.metadata).file_bytes
-        return journal if os.fstat(self._fd).st_size == size else None
+            found = Journal.model_validate_json(journal)
+        except ValidationError:
+            changes = ["it was made by another version of moet"]
+        else:
+            changes = differences(self.layout.metadata, found.metadata)
+            if not changes and size != self.layout.file_bytes:
+                changes = [f"it has {size} bytes, not {self.layout.file_bytes}"]
+        if changes and not self._overwrite:
+            raise CalibrationError(
+                f"{self.partial} is an unfinished calibration of another kind: "
+                f"{'; '.join(changes)}.",
+                "Delete it, or allow overwriting, to start anew.",
+            )
+        if not changes:
+            self.done = found.windows
+        return not changes
 
 
 def summary(samples: LayerSamples, layout: CalibrationLayout) -> dict[str, NDArray[np.generic]]:
