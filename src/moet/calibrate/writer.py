@@ -45,8 +45,9 @@ class CalibrationWriter(Closing):
     Attributes:
         partial: the unfinished file. layout: of it. done: windows that an earlier run finished.
 
-    Raises CalibrationError when `out` exists or an unfinished one of another kind, or of another
-    version of moet, is there (unless `overwrite`), when another process writes it, and when the disk has too little room.
+    Raises CalibrationError when `out` exists or an unfinished one of another kind or version is
+    there (unless `overwrite`), when another process writes it, and when the disk has too little
+    room.
     """
 
     def __init__(
