@@ -26,6 +26,9 @@ from moet.residency.tiers.options import TierOptions
 _POOL_HELP = (
     '"auto" (what fits), a share of all rows ("25%"), bytes ("12GiB") or a number of slots ("512")'
 )
+# What the other platform has no use for.
+_GPU_ONLY = ("arena", "prefill_staging", "guess_next_layer", "fp8_activations")
+_CPU_ONLY = ("routing_trace", "threads")
 
 
 class GateSettings(BaseModel):
@@ -170,6 +173,11 @@ class Settings(BaseModel):
         le=1024,
         description="Threads of the CPU kernels, a rank. Default: torch's.",
     )
+
+    def ignored(self, *, gpu: bool) -> list[str]:
+        """The settings, of those that were changed, that serving with or without a GPU ignores."""
+        names = _CPU_ONLY if gpu else _GPU_ONLY
+        return [n for n in names if getattr(self, n) != type(self).model_fields[n].default]
 
     @property
     def recovers(self) -> bool:

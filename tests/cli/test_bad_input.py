@@ -124,6 +124,12 @@ def test_port_is_taken(moet: Moet, checkpoint: Path) -> None:
         (["--additional-config", '{"moet": 5}'], ["mapping", "base_pool"]),
         (["--additional-config={}", "--additional-config", "{}"], ["twice"]),
         (["--port", "http"], ["--port"]),
+        (["--quantization", "fp8"], ["--quantization", "moet", "vllm serve"]),
+        (["--quantization=fp8"], ["--quantization=fp8", "vllm serve"]),
+        (["-q", "fp8"], ["-q", "vllm serve"]),
+        (["-q=fp8"], ["-q=fp8", "vllm serve"]),
+        (["-qfp8"], ["-qfp8", "vllm serve"]),
+        (["--quantization", "moet", "--quantization"], ["--quantization", "vllm serve"]),
     ],
 )
 def test_impossible_settings(

@@ -1,11 +1,13 @@
 """Settings: every mistake names its key and what to change."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from moet.errors import ConfigError
 from moet.settings import Settings, default_pack_path
+from moet.vllm import build, gpu_build
 
 
 def test_defaults_and_plain_values():
@@ -51,6 +53,38 @@ def test_policy_and_streaming_have_a_default_for_each_platform():
     assert (settings.pool_policy, settings.pool_streaming) == ("static", 3)
     tiers = settings.tier_options()
     assert (tiers.policy, tiers.streaming, tiers.io_threads) == ("static", 3, 9)
+
+
+def test_settings_that_a_platform_ignores():
+    described = {
+        word: [n for n, f in Settings.model_fields.items() if f.description.startswith(word)]
+        for word in ("GPU only", "CPU only")
+    }
+    given = {
+        "arena": "1GiB", "prefill_staging": False, "guess_next_layer": True,
+        "fp8_activations": True, "routing_trace": "/x/trace", "threads": 2,
+    }  # fmt: skip
+    settings = Settings.parse({**given, "io_threads": 2})
+    assert settings.ignored(gpu=False) == described["GPU only"]
+    assert settings.ignored(gpu=True) == [*described["CPU only"], "threads"]
+    for gpu in (False, True):
+        assert Settings.parse({"arena": "auto"}).ignored(gpu=gpu) == []
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_an_ignored_setting_is_named_in_the_log_of_one_rank(gpu, monkeypatch):
+    warned = []
+    monkeypatch.setattr(build.logger, "warning", lambda text, *args: warned.append(text % args))
+    monkeypatch.setattr(build.current_platform, "is_cuda", lambda: gpu, raising=False)
+    monkeypatch.setattr(build, "open_rows", lambda *_: None)
+    monkeypatch.setattr(build, "_build", lambda *_: "built")
+    monkeypatch.setattr(gpu_build, "build_gpu_runtime", lambda *_: "built")
+    values = {"guess_next_layer": True, "threads": 2, "direct_io": True}
+    config = SimpleNamespace(additional_config={"moet": values})
+    for rank in (0, 1):
+        assert build.build_runtime(config, [0], rank, 2) == "built"
+    assert len(warned) == 1
+    assert ("setting threads" if gpu else "setting guess_next_layer") in warned[0]
 
 
 def test_settings_cannot_change():

@@ -80,6 +80,7 @@ def serve(
     values: dict[str, Any] = {key: value for key, value in chosen.items() if value is not None}
     values |= dict(assignment(text) for text in option or [])
     rest = [_dashed(text) for text in context.args]
+    _check_quantization(rest)
     theirs = _take_additional_config(rest)
     Settings.from_additional_config(theirs)
     values = {**theirs.get("moet", {}), **values}
@@ -168,6 +169,20 @@ def _option(arguments: list[str], name: str) -> str | None:
         elif text.startswith(f"{name}="):
             value = text.partition("=")[2]
     return value
+
+
+def _check_quantization(arguments: list[str]) -> None:
+    """Refuses another quantization than ours: it would come after it, and vLLM takes the last."""
+    for text, following in zip(arguments, [*arguments, ""][1:], strict=True):
+        name, _, value = text.partition("=")
+        if text.startswith("-q"):  # short options need no space before their value
+            name, value = "-q", text[2:].removeprefix("=")
+        if name in ("-q", "--quantization") and (value or following) != METHOD:
+            raise ConfigError(
+                f"{text}: `moet serve` serves with --quantization {METHOD} only.",
+                "Leave the option out: the method of the dense layers follows from the "
+                "checkpoint. To serve without moet, use `vllm serve`.",
+            )
 
 
 def _check_port(arguments: list[str]) -> None:

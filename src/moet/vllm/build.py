@@ -34,8 +34,11 @@ def build_runtime(
     Raises a MoetError for every way in which settings, pack and model do not fit together.
     """
     settings = Settings.from_additional_config(vllm_config.additional_config)
+    gpu = current_platform.is_cuda()
+    if tp_rank == 0:
+        _warn_of_ignored(settings, gpu)
     opened = open_rows(vllm_config, settings, layers, tp_rank, tp_size)
-    if current_platform.is_cuda():
+    if gpu:
         from moet.vllm.gpu_build import build_gpu_runtime  # needs CUDA's packages
 
         heat_path = rank_file("heat_file", settings.heat_file)
@@ -82,6 +85,15 @@ def counted(rows: Mapping[int, Sequence[Precision]]) -> str:
     counts = {p: sum(list(of).count(p) for of in rows.values()) for p in Precision}
     experts = ", ".join(f"{count} {p}" for p, count in counts.items() if count)
     return f"{experts} rows in {len(rows)} layers"
+
+
+def _warn_of_ignored(settings: Settings, gpu: bool) -> None:
+    """Not an error: one recipe may serve on several machines."""
+    for name in settings.ignored(gpu=gpu):
+        where, other = ("on a GPU", "the CPU") if gpu else ("without a GPU", "a GPU")
+        logger.warning(
+            "moet: the setting %s has no effect %s; it is for serving on %s.", name, where, other
+        )
 
 
 def _operator(settings: Settings) -> ExpertsOperator:
