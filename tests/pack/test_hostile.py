@@ -183,3 +183,10 @@ def test_a_pack_that_says_fp4_is_elsewhere(own_copy: Case) -> None:
     reseal(own_copy.pack, at("layers", 1, "fp4", "stored", value="checkpoint"))
     with pytest.raises(PackError):
         Pack.open(own_copy.pack)
+
+
+def test_a_truncated_layer_is_to_be_made_again(own_copy: Case) -> None:
+    path = own_copy.pack / "layer-00001.safetensors"
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(PackError, match=r"layer-00001.*truncated.*Copy the pack again, or make"):
+        Pack.open(own_copy.pack)

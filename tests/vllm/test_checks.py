@@ -202,6 +202,7 @@ def test_layers_that_the_kernels_do_not_compute(changes, message):
         check(layer(**changes))
     assert message in str(caught.value)
     assert PREFIX in str(caught.value)
+    assert caught.value.hint.endswith("without --quantization moet.")
 
 
 def test_activations_of_layers():

@@ -10,16 +10,22 @@ from moet.errors import CheckpointError
 
 Config = Mapping[str, Any]
 
+_AS_PUBLISHED = (
+    "Use the config.json that the model was published with; if it is that one, moet does not know "
+    "this form of the model yet."
+)
+_ALONE = "Serve this model with vLLM alone."
+
 
 def integer(config: Config, key: str, *, minimum: int = 1, default: int | None = None) -> int:
     """An integer key; raises CheckpointError when it is missing or impossible."""
     value = config.get(key, default)
     if value is None:
-        raise CheckpointError(f"config.json: `{key}` is missing.")
+        raise CheckpointError(f"config.json: `{key}` is missing.", _AS_PUBLISHED)
     # The upper bound keeps a hostile config from making lists of billions of layers.
     if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= 2**20:
         raise CheckpointError(
-            f"config.json: `{key}` is {value!r}; an integer ≥ {minimum} is meant."
+            f"config.json: `{key}` is {value!r}; an integer ≥ {minimum} is meant.", _AS_PUBLISHED
         )
     return value
 
@@ -30,7 +36,9 @@ def positive(config: Config, key: str, *, default: float | None) -> float | None
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
-        raise CheckpointError(f"config.json: `{key}` is {value!r}; a number > 0 is meant.")
+        raise CheckpointError(
+            f"config.json: `{key}` is {value!r}; a number > 0 is meant.", _AS_PUBLISHED
+        )
     return float(value)
 
 
@@ -40,7 +48,7 @@ def layer_list(config: Config, key: str) -> list[int] | None:
     if value is None:
         return None
     if not isinstance(value, list) or not all(type(layer) is int for layer in value):
-        raise CheckpointError(f"config.json: `{key}` must be a list of layers.")
+        raise CheckpointError(f"config.json: `{key}` must be a list of layers.", _AS_PUBLISHED)
     return value
 
 
@@ -48,7 +56,7 @@ def text_config(config: Config) -> Config:
     """The language model's part of a multimodal model's config."""
     text = config.get("text_config")
     if not isinstance(text, Mapping):
-        raise CheckpointError("config.json: `text_config` is missing.")
+        raise CheckpointError("config.json: `text_config` is missing.", _AS_PUBLISHED)
     return text
 
 
@@ -73,13 +81,16 @@ def make_geometry(
     top_k = integer(config, "num_experts_per_tok")
     if top_k > experts:
         raise CheckpointError(
-            f"config.json: `num_experts_per_tok` is {top_k}, but there are {experts} experts."
+            f"config.json: `num_experts_per_tok` is {top_k}, but there are {experts} experts.",
+            _AS_PUBLISHED,
         )
     if not any(layer < layers for layer in moe_layers):
-        raise CheckpointError("config.json: no layer of this model has routed experts.")
+        raise CheckpointError("config.json: no layer of this model has routed experts.", _ALONE)
     if config.get("hidden_act", "silu") != "silu":
         raise CheckpointError(
-            f"config.json: `hidden_act` is {config['hidden_act']!r}; experts must be SwiGLU (silu)."
+            f"config.json: `hidden_act` is {config['hidden_act']!r}; experts must be SwiGLU "
+            "(silu).",
+            _ALONE,
         )
     return Geometry(
         architecture=architecture,

@@ -74,7 +74,8 @@ class RowLayout:
         if self.hidden % TILE or self.intermediate % (TILE * self.slices):
             raise UnsupportedError(
                 f"an expert of {self.hidden} × {self.intermediate} cannot be cut into "
-                f"{self.slices} slices of {TILE} × {TILE} tiles."
+                f"{self.slices} slices of {TILE} × {TILE} tiles.",
+                "moet has no kernels for such experts; vLLM alone may serve the model.",
             )
 
     @property
@@ -130,8 +131,10 @@ class RowLayout:
         Raises UnsupportedError when the slices do not divide among `tp_size` ranks.
         """
         if self.slices % tp_size:
+            fitting = [str(n) for n in range(1, self.slices + 1) if self.slices % n == 0]
             raise UnsupportedError(
-                f"tensor parallelism {tp_size} does not divide this pack's {self.slices} slices."
+                f"tensor parallelism {tp_size} does not divide this pack's {self.slices} slices.",
+                f"The sizes that do: {', '.join(fitting)}.",
             )
         return RowLayout(
             self.precision, self.hidden, self.intermediate // tp_size, self.slices // tp_size

@@ -49,7 +49,8 @@ class DummyRowSource(RowSource):
         if self._file is not None and self._file.size < self.layouts[Precision.BASE].row_bytes:
             raise ConfigError(
                 f"{file}: {self._file.size} bytes are no row, which has "
-                f"{self.layouts[Precision.BASE].row_bytes}."
+                f"{self.layouts[Precision.BASE].row_bytes}.",
+                "Name a larger file, or leave the setting pack out: rows then come from memory.",
             )
 
     def close(self) -> None:

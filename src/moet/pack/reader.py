@@ -118,6 +118,7 @@ def read_tail(file: Path, layout: LayerLayout, entry: LayerEntry) -> Arrays:
             raise PackError(
                 f"{file}: has {storage.size} bytes, not {layout.file_bytes}; it is truncated or "
                 f"of another pack.",
+                REMAKE,
             )
         if _read(storage, 0, len(layout.header)) != layout.header:
             raise PackError(f"{file}: its header is not that of layer {layout.layer}.", REMAKE)

@@ -17,6 +17,8 @@ from moet.kernels.base import GPT_OSS, ExpertsOperator, SwiGLU
 if TYPE_CHECKING:
     from moet.kernels.cuda.experts import CudaExperts
 
+_WITHOUT = "moet's kernels do not compute that: serve this model without --quantization moet."
+
 
 @dataclass(frozen=True)
 class Biases:
@@ -54,7 +56,9 @@ def activation_of(layer: Any, prefix: str) -> SwiGLU:
             # vLLM's operator takes no others (`csrc/activation_kernels.cu`, `swigluoai_and_mul`).
             return GPT_OSS
         case other:
-            raise UnsupportedError(f"{prefix}: the activation {other.value!r}, not SwiGLU.")
+            raise UnsupportedError(
+                f"{prefix}: the activation {other.value!r}, not SwiGLU.", _WITHOUT
+            )
 
 
 def check_layer(layer: Any, prefix: str) -> None:
@@ -62,12 +66,15 @@ def check_layer(layer: Any, prefix: str) -> None:
     moe = layer.moe_config
     if layer.apply_router_weight_on_input and moe.experts_per_token != 1:
         raise UnsupportedError(
-            f"{prefix}: router weights on the input of {moe.experts_per_token} experts a token."
+            f"{prefix}: router weights on the input of {moe.experts_per_token} experts a token.",
+            _WITHOUT,
         )
     if moe.has_bias and layer.activation is not MoEActivation.SWIGLUOAI:
-        raise UnsupportedError(f"{prefix}: experts with biases, not interleaved as gpt-oss's are.")
+        raise UnsupportedError(
+            f"{prefix}: experts with biases, not interleaved as gpt-oss's are.", _WITHOUT
+        )
     if moe.num_experts != moe.num_logical_experts:
-        raise UnsupportedError(f"{prefix}: shared experts fused with the routed ones.")
+        raise UnsupportedError(f"{prefix}: shared experts fused with the routed ones.", _WITHOUT)
 
 
 def check_computation(

@@ -67,6 +67,24 @@ def test_a_tier_grows_with_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> Non
     made.close()
 
 
+@pytest.mark.parametrize(
+    ("code", "row_bytes", "options", "message"),
+    [
+        (0, 4104, {}, "multiples of 16 bytes. Pad them"),
+        (1, 4096, {}, r"precisions \{1\} without rows. Give `precisions`"),
+        (0, 4096, {"stage_rows": 2, "stage_row_bytes": 16}, "of 16 bytes. Give `stage_row_bytes`"),
+    ],
+)
+def test_what_a_device_cannot_hold_says_what_to_give(
+    code: int, row_bytes: int, options: dict[str, int], message: str
+) -> None:
+    codes = np.full((1, 8), code, np.uint8)
+    with pytest.raises(ConfigError, match=message):
+        device.CudaTierDevice(
+            codes, {BASE: row_bytes}, 2, torch.device("cpu"), decode_tokens=4, **options
+        )
+
+
 class Hasty(StandInKernels):
     """A step that goes on with its copy of the table after it has asked for rows."""
 

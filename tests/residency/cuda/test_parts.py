@@ -17,6 +17,7 @@ from moet.formats.layout import Precision
 from moet.kernels.cuda.launch import CudaError
 from moet.residency.cuda import memory
 from moet.residency.cuda.copies import CopyStreams, DeviceCopy
+from moet.residency.cuda.driver import Driver
 from moet.residency.cuda.mailbox import Mailbox, mailbox_type
 from moet.residency.cuda.memory import ArenaPlaces, ChunkedPlaces, GpuPlaces
 from moet.residency.metrics import Phase
@@ -124,6 +125,12 @@ def test_an_arena_that_the_system_refuses_is_a_clear_error(
     with pytest.raises(ConfigError, match=message):
         arena.resize(30)
     assert arena.count == 3
+
+
+def test_too_little_memory_to_pin_says_what_to_do() -> None:
+    driver = Driver.__new__(Driver)  # without a GPU
+    with pytest.raises(ConfigError, match=r"could be pinned. Make arena smaller"):
+        driver._check(2, "cuMemHostRegister_v2")
 
 
 def wait_for(copy: DeviceCopy) -> None:

@@ -83,10 +83,16 @@ class CudaTierDevice(TierDevice):
         patience: float = PATIENCE_SECONDS,
     ) -> None:
         if any(size % 16 for size in precisions.values()):
-            raise ConfigError("rows on a GPU need sizes that are multiples of 16 bytes.")
+            raise ConfigError(
+                "rows on a GPU need sizes that are multiples of 16 bytes.",
+                "Pad them, as `RowLayout.row_bytes` does.",
+            )
         known = {PRECISION_CODES[p] for p in precisions}
         if unknown := set(np.unique(code).tolist()) - known:
-            raise ConfigError(f"experts are computed at precisions {unknown} without rows.")
+            raise ConfigError(
+                f"experts are computed at precisions {unknown} without rows.",
+                "Give `precisions` the row size of each precision that `code` has.",
+            )
         self._decode_ids = decode_tokens * top_k
         self._patience = round(patience * 1e3)
         self._row_bytes = dict(precisions)
@@ -105,7 +111,8 @@ class CudaTierDevice(TierDevice):
         if stage_rows:
             if stage_row_bytes < max(precisions.values()):
                 raise ConfigError(
-                    f"rows do not fit into staging buffers of {stage_row_bytes} bytes."
+                    f"rows do not fit into staging buffers of {stage_row_bytes} bytes.",
+                    "Give `stage_row_bytes` the size of the largest row.",
                 )
             self._staging = Staging(
                 self._kernels, driver, code.shape, stage_rows, stage_row_bytes, device

@@ -132,7 +132,8 @@ class Driver:
             if sum(sizes) + _SPARE_BYTES > free:
                 raise ConfigError(
                     f"{byte_size(sum(sizes))} of GPU memory are needed and {byte_size(free)} are "
-                    "free."
+                    "free.",
+                    "Make base_pool or fp4_pool smaller.",
                 )
             return [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
 
@@ -179,7 +180,10 @@ class Driver:
 
     def _check(self, status: int, name: str) -> None:
         if status == _OUT_OF_MEMORY:
-            raise ConfigError("there is not enough memory that could be pinned.")
+            raise ConfigError(
+                "there is not enough memory that could be pinned.",
+                "Make arena smaller, or give this machine or container more memory.",
+            )
         if status:
             text = c_char_p()
             self._calls["cuGetErrorName"](status, ctypes.byref(text))
