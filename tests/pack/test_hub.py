@@ -183,7 +183,9 @@ def test_what_the_hub_does_not_have(hub, tmp_path):
 def test_a_hub_that_fails_and_one_that_is_not_there(hub, tmp_path, monkeypatch):
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # huggingface_hub waits and tries again
     hub.broken = {f"model-00003-of-{SHARDS:05d}.safetensors"}
-    with pytest.raises(CheckpointError, match=r"owner/tiny: the download failed.*it resumes"):
+    with pytest.raises(
+        CheckpointError, match=r"owner/tiny: the download failed.*`moet pack` resumes"
+    ):
         open_hub(MODEL, tmp_path / "shards", endpoint=hub.url)
     with pytest.raises(CheckpointError, match="owner/tiny: "):
         open_hub(MODEL, tmp_path / "shards", endpoint="http://127.0.0.1:9")

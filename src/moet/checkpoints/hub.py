@@ -9,9 +9,8 @@ from __future__ import annotations
 import os
 import shutil
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,6 @@ from huggingface_hub import (
     hf_hub_url,
     snapshot_download,
     try_to_load_from_cache,
-)
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
 )
 from huggingface_hub.utils import (  # type: ignore[attr-defined]
     build_hf_headers,
@@ -42,6 +33,7 @@ from torch import Tensor
 from moet.checkpoints.base import TensorRef
 from moet.checkpoints.directory import INDEX, SINGLE, weight_map
 from moet.checkpoints.headers import Header, parse_header
+from moet.checkpoints.hub_errors import hub_errors
 from moet.checkpoints.reader import Checkpoint
 from moet.checkpoints.shards import Shards, close_files, read_exactly
 from moet.errors import CheckpointError
@@ -53,8 +45,6 @@ _CONNECTIONS = 8  # that ask for headers at once
 _HEADER_GUESS = 1 << 18  # most headers come with the first request
 # What a served checkpoint consists of besides its shards.
 _SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
-# The base of every HTTP error, transport included: httpx's or httpx2's, by huggingface_hub's age.
-_HTTP_ERRORS: tuple[type[BaseException], ...] = (HfHubHTTPError.__bases__[0], OSError)
 
 
 class HubShards(Shards):
@@ -273,37 +263,6 @@ def open_hub(
         sizes[file] = size
     shards = HubShards(repository, commit, sizes, None if keep else path, endpoint)
     return Checkpoint.assemble(path, repository, commit, table, shards)
-
-
-@contextmanager
-def hub_errors(repository: str) -> Iterator[None]:
-    """Turns huggingface_hub's errors into CheckpointErrors that say what to do."""
-    try:
-        yield
-    except HFValidationError:
-        raise CheckpointError(
-            f"{repository!r} is no name of a model on the hub.", "Give hf://OWNER/NAME."
-        ) from None
-    except GatedRepoError:
-        raise CheckpointError(
-            f"{repository} is gated on the hub.", "Accept its terms there and run `hf auth login`."
-        ) from None
-    except (RepositoryNotFoundError, RevisionNotFoundError):
-        raise CheckpointError(
-            f"the hub has no model {repository}, or not that revision of it.",
-            "Check the spelling; a private model needs `hf auth login`.",
-        ) from None
-    except LocalEntryNotFoundError:
-        raise CheckpointError(
-            f"{repository}: the hub cannot be reached.",
-            "Check the connection and run the same command again: it resumes.",
-        ) from None
-    except _HTTP_ERRORS as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise CheckpointError(
-            f"{repository}: the download failed ({reason}).",
-            "Run the same command again: it resumes.",
-        ) from None
 
 
 def _remove_incomplete(directory: Path) -> None:

@@ -19,12 +19,7 @@ from typing import Any, NamedTuple
 from huggingface_hub import HfApi, hf_hub_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
-    GatedRepoError,
-    HFValidationError,
     LocalEntryNotFoundError,
-    NotASafetensorsRepoError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
     SafetensorsParsingError,
 )
 
@@ -37,10 +32,14 @@ from moet.checkpoints.directory import (
     weight_map,
 )
 from moet.checkpoints.headers import DTYPE_BITS, read_header
+from moet.checkpoints.hub_errors import hub_errors
 from moet.errors import CheckpointError
 
 CONFIG, MODELOPT = "config.json", "hf_quant_config.json"
 _CONNECTIONS = 8
+_INCOMPLETE = "Its upload is incomplete or damaged: choose another revision, or tell its makers."
+# What huggingface_hub raises besides for JSON that describes no tensors.
+_NO_HEADER = (AttributeError, RecursionError, TypeError)
 
 
 class TensorInfo(NamedTuple):
@@ -122,12 +121,13 @@ def _remote(name: str, revision: str | None, endpoint: str | None) -> ModelFiles
     api = HfApi(endpoint=endpoint)
 
     def header(file: str) -> list[TensorInfo]:
-        try:
-            metadata = _asked(
-                name, lambda: api.parse_safetensors_file_metadata(name, file, revision=revision)
-            )
-        except EntryNotFoundError:
-            raise CheckpointError(f"{name}: {file} is not on the hub.") from None
+        with hub_errors(name):
+            try:
+                metadata = api.parse_safetensors_file_metadata(name, file, revision=revision)
+            except EntryNotFoundError:
+                raise CheckpointError(f"{name}: {file} is not on the hub.", _INCOMPLETE) from None
+            except (SafetensorsParsingError, *_NO_HEADER) as error:
+                raise CheckpointError(f"{name}: {file}: {error}", _INCOMPLETE) from None
         found = []
         for tensor, info in metadata.tensors.items():
             if table is not None and table.get(tensor) != file:
@@ -158,15 +158,15 @@ def _hub_json(
 ) -> dict[str, Any] | None:
     """The object in a JSON file of a repository; None when there is no such file."""
     with TemporaryDirectory(prefix="moet-plan-") as place:
-        try:
-            path = _asked(
-                name,
-                lambda: hf_hub_download(
+        with hub_errors(name):
+            try:
+                path = hf_hub_download(
                     name, file, revision=revision, endpoint=endpoint, cache_dir=place
-                ),
-            )
-        except EntryNotFoundError:
-            return None
+                )
+            except LocalEntryNotFoundError:  # an EntryNotFoundError too: no answer
+                raise
+            except EntryNotFoundError:
+                return None
         try:
             content = json.loads(Path(path).read_bytes())
         except (ValueError, RecursionError):
@@ -174,37 +174,3 @@ def _hub_json(
     if not isinstance(content, dict):
         raise CheckpointError(f"{name}: {file} is damaged: it is not a JSON object.")
     return content
-
-
-def _asked(name: str, request: Callable[[], Any]) -> Any:
-    """What `request` returns; the hub's errors become CheckpointErrors that say what to do."""
-    try:
-        return request()
-    except HFValidationError:
-        raise CheckpointError(
-            f"{name}: no such directory, and no hub name either.", "Hub names are OWNER/NAME."
-        ) from None
-    except GatedRepoError:
-        raise CheckpointError(
-            f"{name} is gated on the hub.", "Accept its terms there and run `hf auth login`."
-        ) from None
-    except (RepositoryNotFoundError, RevisionNotFoundError):
-        raise CheckpointError(
-            f"{name}: no such directory, and no model of that name and revision on the hub.",
-            "Check the spelling; a private model needs `hf auth login`.",
-        ) from None
-    except LocalEntryNotFoundError:
-        raise CheckpointError(
-            f"{name}: no such directory, and the hub cannot be reached.",
-            "Check the connection, or give the directory of a downloaded checkpoint.",
-        ) from None
-    except EntryNotFoundError:
-        raise
-    except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
-        raise CheckpointError(f"{name}: {error}") from None
-    except CheckpointError:
-        raise
-    except Exception as error:  # of the HTTP library, which differs by huggingface_hub's version
-        raise CheckpointError(
-            f"{name}: the hub did not answer as expected: {error}.", "Try again later."
-        ) from None
