@@ -12,11 +12,11 @@ from torch import Tensor
 
 from moet.calibrate.reader import Calibration
 from moet.checkpoints import ExpertWeights
-from moet.formats.layout import Precision, decode_row
-from moet.formats.matrices import decode_matrix
+from moet.formats.layout import Precision
 from moet.kernels import SwiGLU
 from moet.kernels.reference import gated
 from moet.pack import Pack, RowKey, RowSource
+from moet.pack.weights import read_weights
 
 EXPERT_TOKENS = 512  # of those that an expert saw; its error is a mean over them
 
@@ -65,11 +65,11 @@ def measure(
             token, weight = samples.of(expert)
             step = max(1, -(-len(token) // EXPERT_TOKENS))
             x, g = samples.x[token[::step]].to(device).float(), weight[::step].to(device)
-            difference = [
-                _output(_weights(source, RowKey(layer, expert, p), device), x, activation)
+            base, fp4 = (
+                _output(read_weights(source, RowKey(layer, expert, p)), x, activation)
                 for p in (Precision.BASE, high)
-            ]
-            error = (difference[0] - difference[1]) * g[:, None]
+            )
+            error = (base - fp4) * g[:, None]
             mean = float(error.double().square().sum()) / max(1, len(x))
             row.append(mean * len(token) / samples.tokens / power)
         errors.append(row)
@@ -99,19 +99,6 @@ def choose(sensitivity: Sensitivity, count: int) -> dict[int, Sequence[int]]:
     return {layer: sorted(chosen[layer]) for layer in sorted(chosen)}
 
 
-def _weights(source: RowSource, key: RowKey, device: torch.device) -> ExpertWeights:
-    layout = source.layouts[key.precision]
-    raw = np.empty(layout.row_bytes, np.uint8)
-    source.read(key, raw)
-    factors = source.factors(key.layer, key.precision)[key.expert]
-    return ExpertWeights(
-        *(
-            torch.from_numpy(decode_matrix(key.precision, matrix, float(factor))).to(device)
-            for matrix, factor in zip(decode_row(layout, raw), factors, strict=True)
-        )
-    )
-
-
 def _output(weights: ExpertWeights, x: Tensor, activation: SwiGLU) -> Tensor:
-    inner = gated(x @ weights.gate.T, x @ weights.up.T, activation)
-    return inner @ weights.down.T
+    gate, up, down = (matrix.to(x.device) for matrix in weights)
+    return gated(x @ gate.T, x @ up.T, activation) @ down.T

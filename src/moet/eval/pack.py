@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import numpy as np
-import torch
-
-from moet.checkpoints import Checkpoint, ExpertWeights
+from moet.checkpoints import Checkpoint
 from moet.eval.fidelity import Fidelity, compare
 from moet.eval.heldout import HeldOut
 from moet.eval.reference import Experts, load_reference
 from moet.eval.sources import fp4_experts
-from moet.formats import decode_matrix
-from moet.formats.layout import Precision, decode_row
+from moet.formats.layout import Precision
 from moet.pack import Pack, PackRowSource, RowKey, RowSource
+from moet.pack.weights import read_weights
 
 
 def packed_experts(source: RowSource, precision: Precision) -> Experts:
     """The experts that the rows of `source` hold at `precision`, decoded as a kernel would."""
-    layout = source.layouts[precision]
-    row = np.empty(layout.row_bytes, np.uint8)
-
-    def experts(layer: int, expert: int) -> ExpertWeights:
-        source.read(RowKey(layer, expert, precision), row)
-        matrices = zip(
-            decode_row(layout, row), source.factors(layer, precision)[expert], strict=True
-        )
-        return ExpertWeights(
-            *(torch.from_numpy(decode_matrix(precision, m, float(f))) for m, f in matrices)
-        )
-
-    return experts
+    return lambda layer, expert: read_weights(source, RowKey(layer, expert, precision))
 
 
 def fidelity_of_pack(checkpoint: Checkpoint, pack: Pack, heldout: HeldOut) -> Fidelity:
