@@ -148,3 +148,17 @@ def _free() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def test_bench_of_nothing_or_of_two_things(moet: Moet, checkpoint: Path) -> None:
+    refused(moet("bench"), "MODEL", "--url")
+    refused(moet("bench", checkpoint, "--url", "http://127.0.0.1:1"), "MODEL", "--url")
+    refused(moet("bench", checkpoint, "--streams", "1,x"), "--streams 1,x", "1,8")
+    refused(moet("bench", checkpoint, "--port", "8000"), "--port", "Leave it out")
+
+
+def test_bench_of_a_server_that_is_not_there(moet: Moet) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+        refused(moet("bench", "--url", url), url, "address")

@@ -111,6 +111,37 @@ def test_metrics_are_in_vllms_own(server: Server) -> None:
     assert places.value == stats["pools"]["base"]["slots"]
 
 
+def test_bench_measures_a_server_that_runs(server: Server, tmp_path: Path) -> None:
+    options = ["--url", server.url, "--prompt", "16", "--tokens", "8", "--requests", "1"]
+    command = [sys.executable, "-m", "moet", "bench", *options, "-o", str(tmp_path / "r.json")]
+
+    def bench(*more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*command, *more], capture_output=True, text=True, timeout=300)
+
+    for more, said in (
+        ([], "--api-key"),
+        (["--api-key", "secret", "--prompt", "600"], "--max-model-len"),
+        (["--api-key", "secret", "--base-pool", "50%"], "takes no options"),
+    ):
+        refused = bench(*more)
+        assert refused.returncode == 1
+        assert said in refused.stderr
+        assert "Traceback" not in refused.stderr
+    ran = bench("--api-key", "secret", "--streams", "2", "--json")
+    assert ran.returncode == 0, ran.stderr
+    shown, written = json.loads(ran.stdout), json.loads((tmp_path / "r.json").read_text())
+    assert shown["rows"] == written["rows"]
+    (row,) = written["rows"]
+    assert (row["streams"], row["requests"]) == (2, 2)
+    assert row["tok_s"] == pytest.approx(2e3 / row["ms"], rel=0.01)
+    assert row["expert_gbps"] > 0
+    assert 0 < row["hit_rate"] < 1
+    about = written["environment"]
+    assert about["settings"] == {"base_pool": "25%"}
+    assert len(about["rows"]) == 64
+    assert "secret" not in written["command"]
+
+
 def test_a_cpu_keeps_the_size_of_its_pools(server: Server) -> None:
     url = f"{server.url}/v1/moet/resize"
     assert httpx.post(url, json={"base_pool": "50%"}).status_code == 401

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -18,6 +19,7 @@ import psutil
 from moet.errors import MoetError
 
 Row = dict[str, Any]
+_KEY_OPTION = "--api-key"
 PACKAGES = ("moet", "vllm", "torch", "numba", "numpy", "transformers", "triton")
 
 
@@ -43,7 +45,7 @@ def environment() -> dict[str, Any]:
 def write_result(path: Path, rows: Sequence[Row], extra: dict[str, Any] | None = None) -> None:
     """Writes {command, environment, rows} as JSON, a row a line; `extra` joins the environment."""
     head = {
-        "command": " ".join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
+        "command": _command(),
         "environment": environment() | (extra or {}),
     }
     lines = ",\n".join("  " + json.dumps(row) for row in rows)
@@ -61,6 +63,21 @@ def read_result(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or not isinstance(content.get("rows"), list):
         raise MoetError(f"{path}: not a result file (no rows).")
     return content
+
+
+def _command() -> str:
+    """This process's command line, for a shell, without secrets."""
+    program = Path(sys.argv[0])
+    start = "moet" if program.name == "moet" else f"python {os.path.relpath(program)}"
+    return " ".join([start, *map(shlex.quote, _without_keys(sys.argv[1:]))])
+
+
+def _without_keys(arguments: list[str]) -> Iterator[str]:
+    secret = False
+    for text in arguments:
+        name, equals, _ = text.partition("=")
+        yield "KEY" if secret else f"{name}=KEY" if equals and name == _KEY_OPTION else text
+        secret = text == _KEY_OPTION
 
 
 def _cpu_model() -> str:

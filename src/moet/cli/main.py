@@ -8,7 +8,7 @@ import typer
 from rich.markup import escape
 
 from moet import __version__
-from moet.cli import calibrate, demo, inspect, pack, plan, serve, simulate, verify
+from moet.cli import bench, calibrate, demo, inspect, pack, plan, serve, simulate, verify
 from moet.cli import map as static_map
 from moet.cli.ui import err
 from moet.errors import MoetError
@@ -32,6 +32,9 @@ app.command("inspect")(inspect.inspect)
 app.command("verify")(verify.verify)
 app.command("serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
     serve.serve
+)
+app.command("bench", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
+    bench.bench
 )
 app.command("demo")(demo.demo)
 

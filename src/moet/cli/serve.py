@@ -93,7 +93,7 @@ def serve(
     _check_port(rest)
     path = local_checkpoint(model, recipe.revision if recipe else None)
     pack = pack or values.get("pack")
-    if _option(rest, "--load-format") != "dummy":
+    if option_value(rest, "--load-format") != "dummy":
         pack = find_pack(path, pack, make=make)
     if pack is not None:
         values["pack"] = str(Path(pack).resolve())
@@ -160,7 +160,7 @@ def _json_object(text: str) -> dict[str, Any]:
     return content
 
 
-def _option(arguments: list[str], name: str) -> str | None:
+def option_value(arguments: list[str], name: str) -> str | None:
     """The value of an option, the last if it is given twice, as vLLM sees it."""
     value = None
     for text, following in zip(arguments, [*arguments[1:], None], strict=True):
@@ -187,10 +187,10 @@ def _check_quantization(arguments: list[str]) -> None:
 
 def _check_port(arguments: list[str]) -> None:
     """vLLM binds its port late, after the weights are loaded: a taken one is said now."""
-    if _option(arguments, "--uds"):
+    if option_value(arguments, "--uds"):
         return
-    host = _option(arguments, "--host") or ""
-    port = _option(arguments, "--port") or "8000"
+    host = option_value(arguments, "--host") or ""
+    port = option_value(arguments, "--port") or "8000"
     if not port.isdigit() or not 0 < int(port) < 65536:
         raise ConfigError(f"--port {port} is not a port number.", "Choose one from 1 to 65535.")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -1,4 +1,4 @@
-"""A `moet serve` process to talk to: started, awaited, asked, stopped."""
+"""A server to talk to, and a `moet serve` process: started, awaited, asked, stopped."""
 
 from __future__ import annotations
 
@@ -11,74 +11,46 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import httpx
 
+from moet.closing import Closing
 from moet.errors import MoetError
 
 HOST = "127.0.0.1"
 
 
-class Server:
-    """A context manager around `moet serve MODEL …` on a free port of the loopback interface.
+class Client(Closing):
+    """Asks a server at `url` over HTTP. key: the API's, where the server wants one."""
 
-    Args:
-        arguments: of `moet serve`, the model first. log: file for the server's output.
-        environment: the server's; patience: seconds that it may take to answer.
+    def __init__(self, url: str, key: str | None = None) -> None:
+        self.url, self.key = url.rstrip("/"), key
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._http = httpx.Client(base_url=self.url, timeout=120, headers=headers)
 
-    Raises MoetError with the end of the log when the server stops or does not answer in time.
-    """
-
-    def __init__(
-        self, arguments: list[str], log: Path, environment: dict[str, str], patience: float = 300
-    ) -> None:
-        port = _free_port()
-        self.url = f"http://{HOST}:{port}"
-        self._arguments = [*arguments, "--host", HOST, "--port", str(port)]
-        self._log, self._environment, self._patience = log, environment, patience
-        self._process: subprocess.Popen[bytes] | None = None
-        self._http = httpx.Client(base_url=self.url, timeout=120)
-
-    def __enter__(self) -> Server:
-        command = [sys.executable, "-m", "moet", "serve", *self._arguments]
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env=self._environment
-            )
-        try:
-            self._wait()
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        """Ends the server as Ctrl-C would, and forcibly when it does not end within 30 seconds."""
+    def close(self) -> None:
+        """Ends the connections."""
         self._http.close()
-        if self._process is None:
-            return
-        self._process.send_signal(signal.SIGINT)
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
 
     def get(self, path: str) -> Any:
-        """The JSON at `path`."""
-        answer = self._http.get(path)
-        answer.raise_for_status()
+        """The JSON at `path`. Raises MoetError when there is no answer, or another one."""
+        try:
+            answer = self._http.get(path)
+        except httpx.TransportError as error:
+            raise MoetError(
+                f"{self.url} does not answer: {error}.", "Is the server up, and this its address?"
+            ) from None
+        if answer.status_code != 200:
+            hint = "Give --api-key." if answer.status_code == 401 else "Is it a server of moet's?"
+            raise MoetError(f"{self.url}{path} answers {answer.status_code}.", hint)
         return answer.json()
+
+    def healthy(self) -> bool:
+        """Whether the server answers and serves."""
+        with contextlib.suppress(httpx.TransportError):
+            return self._http.get("/health").status_code == 200
+        return False
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[str]:
         """Pieces of text as the server streams them (server-sent events of the OpenAI API)."""
@@ -96,15 +68,65 @@ class Server:
                 for choice in event["choices"]:
                     yield choice.get("text") or choice.get("delta", {}).get("content") or ""
 
+
+class Server(Client):
+    """A context manager around `moet serve MODEL …` on a free port of the loopback interface.
+
+    Args:
+        arguments: of `moet serve`, the model first. log: file for the server's output.
+        environment: the server's; patience: seconds that it may take to answer; key: the API's,
+            where the arguments ask for one.
+
+    Raises MoetError with the end of the log when the server stops or does not answer in time.
+    """
+
+    def __init__(
+        self,
+        arguments: list[str],
+        log: Path,
+        environment: dict[str, str],
+        patience: float = 300,
+        key: str | None = None,
+    ) -> None:
+        port = _free_port()
+        super().__init__(f"http://{HOST}:{port}", key)
+        self._arguments = [*arguments, "--host", HOST, "--port", str(port)]
+        self._log, self._environment, self._patience = log, environment, patience
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Server:
+        command = [sys.executable, "-m", "moet", "serve", *self._arguments]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, env=self._environment
+            )
+        try:
+            self._wait()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def close(self) -> None:
+        """Ends the server as Ctrl-C would, and forcibly when it does not end within 30 seconds."""
+        super().close()
+        if self._process is None:
+            return
+        self._process.send_signal(signal.SIGINT)
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
     def _wait(self) -> None:
         assert self._process is not None
         end = time.monotonic() + self._patience
         while time.monotonic() < end:
             if self._process.poll() is not None:
                 raise MoetError(f"the server stopped ({self._log}):\n{self._tail()}")
-            with contextlib.suppress(httpx.TransportError):
-                if self._http.get("/health").status_code == 200:
-                    return
+            if self.healthy():
+                return
             time.sleep(0.2)
         raise MoetError(f"no answer after {self._patience:.0f} s ({self._log}):\n{self._tail()}")
 

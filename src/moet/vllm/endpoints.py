@@ -25,6 +25,7 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
 
 # vLLM's API key guards the paths below /v1, so these are below it.
 STATS_PATH = "/v1/moet/stats"
+ABOUT_PATH = "/v1/moet/about"
 GATE_PATH = "/v1/moet/gate"
 RESIZE_PATH = "/v1/moet/resize"
 _POLL_SECONDS = 2.0
@@ -47,6 +48,13 @@ class MoetEndpoints:
             """Residency statistics of every rank."""
             ranks = await request.app.state.moet_engine.collective_rpc("moet_stats")
             return {"ranks": ranks}
+
+        @router.get(ABOUT_PATH)
+        async def about(request: Request) -> dict[str, Any]:
+            """Which rows are served, and with which settings."""
+            found = await request.app.state.moet_engine.collective_rpc("moet_about")
+            first: dict[str, Any] = found[0]
+            return first
 
         attach_gate(router, GATE_PATH)
         attach_resize(router, RESIZE_PATH)

@@ -33,7 +33,8 @@ class RankExperts(Closing):
     Attributes:
         geometry: of the model. precision: of every expert, by layer. operator: computes.
         biases: of the layers that have any. recovery: by layer, the precision of FP4 tokens'
-        experts; empty if there are none. gate: the confidence gate, if any.
+        experts; empty if there are none. gate: the confidence gate, if any. source: rows come from
+        there.
     """
 
     geometry: Geometry
@@ -42,6 +43,7 @@ class RankExperts(Closing):
     biases: dict[int, Biases]
     recovery: Mapping[int, Precision]
     gate: Gate | None
+    source: RowSource
 
     def check_layer(self, layer: int, experts: int, hidden: int, intermediate: int) -> None:
         """Raises PackError unless the pack's rows are those of a layer that vLLM has made."""

@@ -17,6 +17,20 @@ class MoetWorkerExtension:
         stats: dict[str, Any] = self._moet_runtime().stats()
         return stats
 
+    def moet_about(self) -> dict[str, Any]:
+        """What is served, as JSON: the rows' identity (a pack's digest), moet's settings as they
+        were given, and vLLM's limits."""
+        config = self.vllm_config
+        return {
+            "model": config.model_config.model,
+            "revision": config.model_config.revision,
+            "rows": self._moet_runtime().source.identity,
+            "settings": config.additional_config.get("moet", {}),
+            "max_num_seqs": config.scheduler_config.max_num_seqs,
+            "max_model_len": config.model_config.max_model_len,
+            "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
+        }
+
     def moet_gate(
         self, tau: float | None = None, cap: float | None = None
     ) -> dict[str, float] | None:
