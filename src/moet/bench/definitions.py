@@ -40,6 +40,20 @@ TABLES: Tables = {
     **FAMILY_TABLES,
     **PACKING_TABLES,
     "settings": settings,
+    "bench-nano-moe": Table(
+        "bench-nano-moe.json",
+        (
+            Column("streams", number("streams")),
+            Column("tokens/s", number("tok_s", 1)),
+            Column("ms a token", number("ms", 1)),
+            Column("p99", number("p99_ms", 1)),
+            Column("first token, ms", number("first_ms")),
+            Column("expert rows, GB/s", number("expert_gbps", 2)),
+            Column("found in the fastest tier", number("hit_rate", 1, 100, " %")),
+            Column("others a step", number("remote_rows", 1)),
+            Column("waited for disk, ms a step", number("waited_ms", 2)),
+        ),
+    ),
     "kernels-cpu": Table(
         "kernels-cpu.json",
         (
