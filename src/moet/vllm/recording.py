@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from moet.calibrate import CalibrationLayout, Metadata, SampleSink
 from moet.errors import UnsupportedError
+from moet.formats.layout import Precision
 from moet.kernels import SwiGLU
+from moet.residency.tiers.options import TierSizes
 from moet.vllm.method import MoetMoEMethod, find_runtime, moet_methods
 from moet.vllm.phase import Fp4Tokens
 from moet.vllm.quantized import quantized_runtime
 from moet.vllm.rank import RankExperts
 from moet.vllm.runtime import Runtime
+
+if TYPE_CHECKING:
+    from moet.residency.cuda.kernels import Router
 
 Note = Callable[[int, Tensor, Tensor, Tensor], None]
 """layer, x [T, hidden], ids [T, k], weights [T, k]."""
@@ -27,13 +32,18 @@ class RecordingRuntime(RankExperts):
     """Another runtime, seen through: layers' inputs are noted down on the way.
 
     With `only`, just that layer's; layers before it are as in the inner runtime, and from it on no
-    experts are computed. What must be closed stays the inner runtime's.
+    experts are computed. Everything else is passed on, but `close`: what must be closed stays the
+    inner runtime's.
     """
 
     def __init__(self, inner: RankExperts, note: Note, only: int | None = None) -> None:
-        self.__dict__.update(inner.__dict__)
+        for name in RankExperts.__annotations__:
+            setattr(self, name, getattr(inner, name))
         self.inner = inner
         self._note, self._only = note, only
+
+    def check_layer(self, layer: int, experts: int, hidden: int, intermediate: int) -> None:
+        self.inner.check_layer(layer, experts, hidden, intermediate)
 
     def experts(
         self,
@@ -54,12 +64,30 @@ class RecordingRuntime(RankExperts):
     def seen_through(self) -> RankExperts:
         return self.inner
 
+    def foresee(self, tables: Mapping[int, Tensor]) -> None:
+        self.inner.foresee(tables)
+
+    @property
+    def guesses(self) -> bool:
+        return self.inner.guesses
+
+    def learn_routers(self, routers: Mapping[int, Router]) -> None:
+        self.inner.learn_routers(routers)
+
+    def prefetch(self, token_ids: Tensor) -> None:
+        self.inner.prefetch(token_ids)
+
     def stats(self) -> dict[str, Any]:
         return self.inner.stats()
 
+    def all_at_fp4(self, on: bool) -> bool:
+        return self.inner.all_at_fp4(on)
+
+    def resize(self, precision: Precision, sizes: TierSizes) -> None:
+        self.inner.resize(precision, sizes)
+
     def close(self) -> None:
         """Nothing: see above."""
-        return
 
 
 class Recorder:
