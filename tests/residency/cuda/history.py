@@ -19,6 +19,7 @@ from moet.residency.cuda import CudaTierDevice
 from moet.residency.metrics import Phase
 from moet.residency.policy import POLICIES
 from moet.residency.tiers import Place, Tier, TieredResidency, TierOptions, TierSizes
+from moet.residency.tiers.options import check_sizes
 
 from .source import BASE, FIRST_LAYER, FP4, ROW_BYTES, RandomRows
 
@@ -197,14 +198,17 @@ class History:
     def _manager(self) -> TieredResidency:
         """Draws sizes until they are accepted: some are refused."""
         while True:
+            sizes = {p: self._sizes() for p in self.owned}
             try:
-                return TieredResidency(
-                    self.source, self.source.layers, self.owned,
-                    {p: self._sizes() for p in self.owned}, self.device, self.options,
-                )  # fmt: skip
+                for p, owned in self.owned.items():
+                    check_sizes(p, owned, sizes[p], ROW_BYTES[p], self.options)
             except ConfigError as error:
                 if "Make the arena at least" not in error.hint:
                     raise
+                continue
+            return TieredResidency(
+                self.source, self.source.layers, self.owned, sizes, self.device, self.options
+            )
 
     def _event(self, resizes: list[Future[None]]) -> None:
         rng, choice = self.rng, self.rng.random()

@@ -14,6 +14,7 @@ from moet.pack.source import RowKey
 from moet.residency.metrics import Phase
 from moet.residency.policy import POLICIES
 from moet.residency.tiers import Tier, TieredResidency, TierOptions, TierSizes
+from moet.residency.tiers.options import check_sizes
 
 from .sim import BASE, FP4, SimDevice, SimSource, Step, code
 
@@ -104,19 +105,24 @@ class History:
     def _manager(self) -> TieredResidency:
         """Draws sizes until they are accepted: some are refused."""
         while True:
+            sizes = {precision: self._sizes() for precision in self.rows}
             try:
-                return TieredResidency(
-                    self.source,
-                    self.source.layers,
-                    self.rows,
-                    {precision: self._sizes() for precision in self.rows},
-                    self.device,
-                    self.options,
-                    executor=self.device.executor,
-                )
+                for p, owned in self.rows.items():
+                    row_bytes = self.source.layouts[p].row_bytes
+                    check_sizes(p, owned, sizes[p], row_bytes, self.options)
             except ConfigError as error:
                 if "Make the arena at least" not in error.hint:
                     raise
+                continue
+            return TieredResidency(
+                self.source,
+                self.source.layers,
+                self.rows,
+                sizes,
+                self.device,
+                self.options,
+                executor=self.device.executor,
+            )
 
     def _step(self) -> Step:
         rng = self.rng

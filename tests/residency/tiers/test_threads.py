@@ -234,6 +234,22 @@ def test_sizes_that_cannot_work_are_refused(pack_path: Path) -> None:
         served.steps(Random(1), 5)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [({BASE: TierSizes(1, 4)}, "Make the arena at least 5 rows"), ({}, "or no sizes for them")],
+)
+def test_a_start_that_is_refused_leaves_no_device_open(
+    pack_path: Path, sizes: dict[Precision, TierSizes], message: str
+) -> None:
+    with PackRowSource(Pack.open(pack_path)) as source:
+        owned = np.ones((len(source.layers), EXPERTS), np.bool_)
+        device = ThreadDevice(owned.shape, {(BASE, 0, 0): b""}, seed=1)
+        with pytest.raises(ConfigError, match=message):
+            TieredResidency(source, source.layers, {BASE: owned}, sizes, device, OPTIONS)
+        with pytest.raises(RuntimeError, match="shutdown"):
+            device._engine.submit(lambda: None)
+
+
 def test_a_failed_copy_ends_serving_with_its_reason(pack_path: Path) -> None:
     with serve(pack_path) as served:
         served.device.broken_copies = True

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from moet.residency.heat import Heat, HeatKeeper, load_heat
 from moet.residency.metrics import LatencyHistogram, Phase
 from moet.residency.tiers.device import Tier, TierDevice
 from moet.residency.tiers.metrics import TierMetrics, TierUse
-from moet.residency.tiers.options import TierOptions, TierSizes, check_sizes
+from moet.residency.tiers.options import Limits, TierOptions, TierSizes, check_sizes
 from moet.residency.tiers.owner import Kind, Owner
 from moet.residency.tiers.planner import Planner
 from moet.residency.tiers.reads import RowReads
@@ -46,7 +46,7 @@ class TieredResidency(Closing):
             no heat file.
         executor: runs reads; `options.io_threads` threads by default.
 
-    Raises ConfigError for sizes that cannot work.
+    Raises ConfigError for sizes that cannot work; the device is closed then, as `close` does.
     """
 
     def __init__(
@@ -63,25 +63,16 @@ class TieredResidency(Closing):
         executor: Executor | None = None,
     ) -> None:
         self.layers = tuple(layers)
-        for precision, owned in rows.items():
-            if precision not in source.layouts or precision not in sizes:
-                raise ConfigError(f"there are no {precision} rows, or no sizes for them.")
-            if owned.shape != (len(self.layers), source.num_experts):
-                raise ConfigError(
-                    f"{precision} rows: {owned.shape} instead of "
-                    f"{(len(self.layers), source.num_experts)} layers and experts."
-                )
-        limits = {
-            p: check_sizes(p, owned, sizes[p], source.layouts[p].row_bytes, options)
-            for p, owned in rows.items()
-        }
-        if executor is None:
-            executor = ThreadPoolExecutor(options.io_threads, thread_name_prefix="moet-io")
-        self._reads = RowReads(source, self.layers, executor)
         self._device = device
-        table = TableWriter(device)
         self._kinds: dict[Precision, Kind] = {}
-        try:
+        with ExitStack() as failure:
+            failure.callback(device.close)
+            limits = self._limits(source, rows, sizes, options)
+            if executor is None:
+                executor = ThreadPoolExecutor(options.io_threads, thread_name_prefix="moet-io")
+            self._reads = RowReads(source, self.layers, executor)
+            failure.callback(self._reads.close)
+            table = TableWriter(device)
             for p, owned in rows.items():
                 path, identity = None, f"{source.identity}:{p}"
                 counts = (heat or {}).get(p, np.zeros(owned.shape))
@@ -97,11 +88,8 @@ class TieredResidency(Closing):
                 if path is not None:
                     run = self._reads.background
                     self._kinds[p].keeper = HeatKeeper(decayed, path, identity, self.layers, run)
-        except BaseException:
-            self._reads.close()
-            device.close()
-            raise
-        self._owner = Owner(device, table, self._kinds, self.layers, options)
+            self._owner = Owner(device, table, self._kinds, self.layers, options)
+            failure.pop_all()
         self._stop = False
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -241,6 +229,27 @@ class TieredResidency(Closing):
                 kind.keeper.close(self._device.done())
         self._owner.close()
         self._device.close()
+
+    def _limits(
+        self,
+        source: RowSource,
+        rows: Mapping[Precision, NDArray[np.bool_]],
+        sizes: Mapping[Precision, TierSizes],
+        options: TierOptions,
+    ) -> dict[Precision, Limits]:
+        """By precision; raises ConfigError for rows or sizes that cannot work."""
+        for precision, owned in rows.items():
+            if precision not in source.layouts or precision not in sizes:
+                raise ConfigError(f"there are no {precision} rows, or no sizes for them.")
+            if owned.shape != (len(self.layers), source.num_experts):
+                raise ConfigError(
+                    f"{precision} rows: {owned.shape} instead of "
+                    f"{(len(self.layers), source.num_experts)} layers and experts."
+                )
+        return {
+            p: check_sizes(p, owned, sizes[p], source.layouts[p].row_bytes, options)
+            for p, owned in rows.items()
+        }
 
     def _submit(self, command: Callable[[Future[None]], None]) -> Future[None]:
         if self._closed:
