@@ -1,11 +1,11 @@
 """The pack on disk: layout, writer, reader, verification; rows as a source for residency."""
 
 from moet.pack.inspect import PackSummary, inspect_pack
-from moet.pack.progress import Progress, Work
+from moet.pack.progress import Work
 from moet.pack.reader import Pack
 from moet.pack.rows import PackRowSource
 from moet.pack.source import RowKey, RowSource
-from moet.pack.verify import Problem, verify_pack
+from moet.pack.verify import verify_pack
 from moet.pack.writer import PackReport, write_pack
 
 __all__ = [
@@ -13,8 +13,6 @@ __all__ = [
     "PackReport",
     "PackRowSource",
     "PackSummary",
-    "Problem",
-    "Progress",
     "RowKey",
     "RowSource",
     "Work",

@@ -75,14 +75,6 @@ class Pack:
                 "Give the pack that was made from this checkpoint, or make it with `moet pack`.",
             )
 
-    def matches(self, checkpoint: Checkpoint) -> bool:
-        """Whether the pack was made from `checkpoint`."""
-        try:
-            self.check_model(checkpoint)
-        except PackError:
-            return False
-        return True
-
 
 def read_manifest(path: Path) -> Manifest:
     """The validated `moet.json` of the pack in directory `path`; raises PackError."""

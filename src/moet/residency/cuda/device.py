@@ -254,10 +254,6 @@ class CudaTierDevice(TierDevice):
         """The newest step that has failed; 0: none has."""
         return self._mailbox.failures()[1]
 
-    def step(self) -> int:
-        """The newest step that has begun."""
-        return self._mailbox.begun()
-
     def trim(self) -> None:
         """Gives memory that smaller tiers do not need back to the system. Waits for the device:
         only for the thread that launches the model's kernels, between steps."""
