@@ -12,6 +12,7 @@ from moet.errors import ConfigError
 from moet.formats.layout import Precision
 from moet.residency.backend import U8, HostBackend
 from moet.residency.metrics import LATENCY_BOUNDS, Counters, LatencyHistogram
+from moet.residency.reader import ReadResult
 
 
 @pytest.mark.parametrize("huge_pages", [False, True])
@@ -46,7 +47,7 @@ def test_latency_quantiles_are_bucket_bounds() -> None:
     counters = Counters()
     assert LatencyHistogram(tuple(counters.latency_counts), 0.0).p99 == 0.0
     for seconds in [20e-6] * 98 + [3e-3, 100.0]:
-        counters.add_read(4096, seconds)
+        counters.add_read(ReadResult(4096, seconds))
     histogram = LatencyHistogram(tuple(counters.latency_counts), counters.latency_seconds)
     assert histogram.p50 == pytest.approx(32e-6)
     assert histogram.p99 == pytest.approx(4.096e-3)

@@ -7,7 +7,7 @@ from typing import Any
 
 from moet.checkpoints.base import Geometry, Projection
 from moet.checkpoints.forms import BF16, DEEPSEEK_V4_FP4, DEEPSEEK_V4_FP8, NVFP4, PER_EXPERT
-from moet.checkpoints.keys import Config, integer, make_geometry, positive, text_config
+from moet.checkpoints.keys import Config, integer, make_geometry, nested_config, positive
 from moet.checkpoints.names import PerExpertNames
 from moet.errors import CheckpointError
 
@@ -50,7 +50,7 @@ class KimiK25(DeepseekV3):
     layers = "language_model.model.layers."
 
     def geometry(self, config: Config) -> Geometry:
-        return self._geometry(text_config(config), config["architectures"][0])
+        return self._geometry(nested_config(config), config["architectures"][0])
 
 
 class DeepseekV4(PerExpertNames):

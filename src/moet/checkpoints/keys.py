@@ -52,8 +52,11 @@ def layer_list(config: Config, key: str) -> list[int] | None:
     return value
 
 
-def text_config(config: Config) -> Config:
-    """The language model's part of a multimodal model's config."""
+def nested_config(config: Config) -> Config:
+    """The language model's part of the config of a model that nests it.
+
+    Raises CheckpointError where there is none.
+    """
     text = config.get("text_config")
     if not isinstance(text, Mapping):
         raise CheckpointError("config.json: `text_config` is missing.", _AS_PUBLISHED)

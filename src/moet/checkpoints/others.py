@@ -11,8 +11,8 @@ from moet.checkpoints.keys import (
     integer,
     layer_list,
     make_geometry,
+    nested_config,
     positive,
-    text_config,
 )
 from moet.checkpoints.names import PerExpertNames, StackedNames
 
@@ -73,7 +73,7 @@ class Llama4(StackedNames):
     block = "feed_forward"
 
     def geometry(self, config: Config) -> Geometry:
-        return self._geometry(text_config(config), config["architectures"][0])
+        return self._geometry(nested_config(config), config["architectures"][0])
 
     def _geometry(self, text: Config, architecture: str) -> Geometry:
         step = integer(text, "interleave_moe_layer_step", default=1)

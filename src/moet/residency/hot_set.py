@@ -89,7 +89,7 @@ class HotSet:
             self._counters.read_errors += 1
             self.pool.discard(slot)
             return
-        self._counters.add_read(*read.result())
+        self._counters.add_read(read.result())
         self.pool.publish(slot)
         self.pool.kept[row] = True
         self.pool.promotions += 1

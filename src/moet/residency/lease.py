@@ -168,7 +168,7 @@ class Lease:
         del self._reads[position]
         pool = self._pool(position)
         if error is None:
-            self._counters.add_read(*future.result())
+            self._counters.add_read(future.result())
             pool.publish(slot)
         else:
             self._counters.read_errors += 1

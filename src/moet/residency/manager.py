@@ -287,7 +287,7 @@ class ResidencyManager(Closing):
             for row, slot in pool.preload(self._heat.log.reshape(-1))
         ]
         for done, (pool, slot, read) in enumerate(reads, 1):
-            self._counters.add_read(*read.result())
+            self._counters.add_read(read.result())
             pool.publish(slot)
             if progress is not None:
                 progress(done, len(reads))

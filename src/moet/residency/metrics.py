@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from moet.formats.layout import Precision
+from moet.residency.reader import ReadResult
 
 # Upper bounds of the disk latency buckets in seconds: 16 µs, doubling, to 16.8 s.
 LATENCY_BOUNDS: tuple[float, ...] = tuple(2.0**k * 1e-6 for k in range(4, 25))
@@ -110,8 +111,8 @@ class Counters:
     latency_counts: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BOUNDS) + 1))
     latency_seconds: float = 0.0
 
-    def add_read(self, nbytes: int, seconds: float) -> None:
+    def add_read(self, read: ReadResult) -> None:
         """Counts a row that was read from the source."""
-        self.disk_bytes += nbytes
-        self.latency_counts[bisect_left(LATENCY_BOUNDS, seconds)] += 1
-        self.latency_seconds += seconds
+        self.disk_bytes += read.nbytes
+        self.latency_counts[bisect_left(LATENCY_BOUNDS, read.seconds)] += 1
+        self.latency_seconds += read.seconds

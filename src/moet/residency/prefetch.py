@@ -99,7 +99,7 @@ class Prefetch:
                 error = read.exception()  # waits
                 del reads[row]
                 if error is None:
-                    self._counters.add_read(*read.result())
+                    self._counters.add_read(read.result())
                     pool.publish(slot)
                     pool.let_pass(slot)
                 else:
