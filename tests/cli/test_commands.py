@@ -102,3 +102,16 @@ def test_vllms_options_may_have_underscores(
     assert sum(text.startswith("--additional") for text in command) == 1
     config = json.loads(command[command.index("--additional-config") + 1])
     assert config == {"moet": {"io_threads": 2, "base_pool": "25%"}, "other": 1}
+
+
+def test_a_model_is_served_without_any_option(
+    moet: Moet, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr("moet.cli.serve.os.execve", lambda path, line, env: commands.append(line))
+    monkeypatch.setattr("moet.cli.serve._check_port", lambda arguments: None)  # 8000 may be taken
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    ran = moet("serve", checkpoint)
+    assert ran.code == 0, ran.err
+    assert str(checkpoint) in commands[0]
+    assert list((tmp_path / ".cache" / "moet" / "packs").iterdir())

@@ -163,7 +163,7 @@ def _json_object(text: str) -> dict[str, Any]:
 def option_value(arguments: list[str], name: str) -> str | None:
     """The value of an option, the last if it is given twice, as vLLM sees it."""
     value = None
-    for text, following in zip(arguments, [*arguments[1:], None], strict=True):
+    for text, following in zip(arguments, [*arguments, None][1:], strict=True):
         if text == name:
             value = following
         elif text.startswith(f"{name}="):
