@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moet.calibrate import Windows
-from moet.errors import CalibrationError
+from moet.errors import MoetError
 from moet.vllm.collect import run_window
 
 WINDOWS = Windows(np.arange(8, dtype=np.int32).reshape(2, 4))
@@ -50,5 +50,5 @@ def test_a_window_runs_whole() -> None:
     ],
 )
 def test_a_window_that_went_wrong_is_no_sample(engine: Engine, message: str) -> None:
-    with pytest.raises(CalibrationError, match=message):
+    with pytest.raises(MoetError, match=message):
         run(engine)

@@ -20,7 +20,7 @@ from moet.calibrate import (
 )
 from moet.checkpoints import Checkpoint
 from moet.cli.calibrate import describe
-from moet.errors import CalibrationError
+from moet.errors import ConfigError
 from moet.eval.pack import packed_experts
 from moet.eval.reference import Experts, load_reference
 from moet.formats.layout import Precision
@@ -252,7 +252,7 @@ def test_level_3_goes_on_where_it_stopped(
 
 def test_engine_options_that_are_calibrations_own(model: Path, pack: Path) -> None:
     with (
-        pytest.raises(CalibrationError, match="'max_num_seqs' is calibration's own"),
+        pytest.raises(ConfigError, match="'max_num_seqs' is the command's own"),
         calibration_engine(model, {"pack": str(pack)}, WINDOW, {"max_num_seqs": 4}),
     ):
         pass

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from moet import __version__
 from moet.calibrate import (
@@ -16,20 +15,17 @@ from moet.calibrate import (
     Metadata,
     Windows,
     cut_windows,
-    read_text,
-    read_tokens,
 )
 from moet.calibrate.layout import token_bytes
 from moet.checkpoints import Checkpoint
-from moet.checkpoints.keys import integer
 from moet.checkpoints.local import local_checkpoint
 from moet.cli.engine import engine_options, engine_settings
 from moet.cli.levels import refuse_biases
 from moet.cli.serve import find_pack
 from moet.cli.ui import err, out
+from moet.cli.windows import WindowBar, given_tokens
 from moet.errors import CalibrationError
 from moet.pack.identity import model_of
-from moet.plan.inventory import text_config
 from moet.residency.sizing import size_rows
 from moet.units import byte_size
 
@@ -140,34 +136,6 @@ def describe(checkpoint: Checkpoint, windows: Windows) -> Metadata:
     )
 
 
-class WindowBar:
-    """A progress bar of windows, as a context manager whose value is called with windows done."""
-
-    def __init__(self, verb: str, total: int) -> None:
-        self._total, self._verb = total, verb
-        self._bar = Progress(
-            TextColumn(f"{verb}, window"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=err,
-            disable=not err.is_terminal,
-        )
-        self._task = self._bar.add_task(verb, total=total)
-
-    def __enter__(self) -> WindowBar:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
-
-    def __call__(self, done: int) -> None:
-        self._bar.update(self._task, completed=done)
-        if not err.is_terminal and (done == self._total or done % max(1, self._total // 20) == 0):
-            err.print(f"{self._verb}: {done} of {self._total} windows")
-
-
 def _windows(
     checkpoint: Checkpoint,
     tokens: Path | None,
@@ -176,8 +144,6 @@ def _windows(
     window: int,
     budget: str,
 ) -> Windows:
-    if (tokens is None) == (text is None):
-        raise CalibrationError("one of --tokens and --text must be given.")
     geometry = checkpoint.geometry
     row = token_bytes(
         geometry.hidden, geometry.top_k, len(geometry.moe_layers) - len(geometry.mtp_layers)
@@ -189,11 +155,5 @@ def _windows(
             f"window of {window:,}.",
             "Raise it, or make the window shorter.",
         )
-    count = affordable
-    if tokens is not None:
-        config = text_config(checkpoint.config)
-        stream, path = read_tokens(tokens, integer(config, "vocab_size")), tokens
-    else:
-        assert text is not None
-        stream, path = read_text(text, checkpoint.path), text
-    return cut_windows(stream, count, window, path)
+    stream, path = given_tokens(checkpoint, tokens, text)
+    return cut_windows(stream, affordable, window, path)

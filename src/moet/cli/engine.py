@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 from moet.errors import ConfigError
 from moet.settings import Settings
 
 _ENGINE_HELP = 'Write \'{"dtype": "float32"}\'.'
+
+
+def log_to_stderr() -> None:
+    """Keeps vLLM's log off standard output, where results go; to be called before its import."""
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
 
 
 def assignment(text: str) -> tuple[str, Any]:

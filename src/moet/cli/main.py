@@ -9,6 +9,7 @@ from rich.markup import escape
 
 from moet import __version__
 from moet.cli import bench, calibrate, demo, inspect, pack, plan, serve, simulate, verify
+from moet.cli import eval as evaluation
 from moet.cli import map as static_map
 from moet.cli.ui import err
 from moet.errors import MoetError
@@ -26,6 +27,7 @@ app = typer.Typer(
 app.command("pack")(pack.pack)
 app.command("calibrate")(calibrate.calibrate)
 app.command("map")(static_map.make_map)
+app.command("eval")(evaluation.evaluate)
 app.command("plan")(plan.plan)
 app.command("simulate")(simulate.simulate_trace)
 app.command("inspect")(inspect.inspect)

@@ -47,7 +47,7 @@ class Fidelity:
 
     def _row(self, name: str, which: slice) -> Row:
         top1, nll = (float(values[which].mean()) for values in (self.top1, self.nll))
-        return Row(name, *_mean(self.kl[which]), top1, nll)
+        return Row(name, *mean_over_windows(self.kl[which]), top1, nll)
 
     def kl_difference(self, other: Fidelity) -> tuple[float, float]:
         """Mean KL minus that of `other` on the same windows, and the paired standard error.
@@ -55,7 +55,7 @@ class Fidelity:
         Windows differ far more than schemes do, so this tells two schemes apart when `kl_se` of
         each cannot.
         """
-        return _mean(self.kl - other.kl)
+        return mean_over_windows(self.kl - other.kl)
 
 
 @torch.no_grad()
@@ -88,7 +88,7 @@ def _compare(
         yield kl.mean(-1), agree.mean(-1), nll.mean(-1)
 
 
-def _mean(windows: F64) -> tuple[float, float]:
+def mean_over_windows(windows: F64) -> tuple[float, float]:
     """Mean over segments of the mean over windows, and its standard error over windows."""
     errors = windows.std(1, ddof=1) / np.sqrt(windows.shape[1])
     return float(windows.mean()), float(np.sqrt((errors**2).sum()) / len(windows))

@@ -33,6 +33,11 @@ class HeldOut:
         """The same with only the first `windows` of each segment."""
         return HeldOut(self.segments, self.tokens[:, :windows])
 
+    @property
+    def flat(self) -> NDArray[np.int32]:
+        """The windows of all segments, one after the other: [segments · windows, tokens + 1]."""
+        return self.tokens.reshape(-1, self.tokens.shape[2]).astype(np.int32)
+
 
 def cut_windows(
     stream: NDArray[np.uint16], segments: dict[str, tuple[int, int]], count: int, length: int

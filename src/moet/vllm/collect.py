@@ -2,85 +2,34 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from vllm import LLM, SamplingParams, TokensPrompt
+from vllm import LLM
 
 from moet.calibrate import CalibrationWriter, Windows
 from moet.errors import CalibrationError
-from moet.vllm import METHOD
-from moet.vllm import __file__ as _LIGHT_MODULE
+from moet.vllm.offline import offline_engine, prefill
 
 EXTENSION = "moet.vllm.calibration.CalibrationExtension"
 
 
-@contextmanager
 def calibration_engine(
     model: Path, settings: Mapping[str, Any], window: int, options: Mapping[str, Any]
-) -> Iterator[LLM]:
-    """An engine that runs windows of `window` tokens, with moet's `settings`.
-
-    options: vLLM's engine arguments, over those that calibration needs: eager, because tokens are
-    noted down on the way; without prefix caching, because every token must pass.
-    """
-    needed = {
-        "quantization": METHOD,
-        "additional_config": {"moet": dict(settings)},
-        "worker_extension_cls": EXTENSION,
-        "enforce_eager": True,
-        "enable_prefix_caching": False,
-        "skip_tokenizer_init": not (model / "tokenizer.json").exists(),
-        "max_model_len": window + 1,
-        "max_num_seqs": 1,
-    }
-    clash = sorted(set(needed) & set(options))
-    if clash:
-        raise CalibrationError(
-            f"the engine option {clash[0]!r} is calibration's own.", "Leave it out."
-        )
-    with _main_not_imported_again():
-        llm = LLM(model=str(model), seed=0, **needed, **options)
-    try:
-        yield llm
-    finally:
-        llm.llm_engine.engine_core.shutdown()
-
-
-@contextmanager
-def _main_not_imported_again() -> Iterator[None]:
-    """Keeps spawned processes from importing this process's main module first.
-
-    `moet`'s would import numba, with which vLLM 0.32's CPU worker does not start (`config.py`).
-    """
-    main = sys.modules["__main__"]
-    spec, file = main.__spec__, main.__file__
-    try:
-        main.__spec__, main.__file__ = None, _LIGHT_MODULE
-        yield
-    finally:
-        main.__spec__, main.__file__ = spec, file
+) -> AbstractContextManager[LLM]:
+    """An `offline_engine` whose workers write down what reaches the experts."""
+    return offline_engine(model, settings, window, options, worker_extension_cls=EXTENSION)
 
 
 def run_window(llm: LLM, windows: Windows, index: int, layers: tuple[int, ...], sync: bool) -> None:
     """One window through the model.
 
-    Raises CalibrationError unless each layer saw all of it, and rows for all of it were there.
+    Raises CalibrationError unless each layer saw all of it, and what `prefill` raises.
     """
     llm.collective_rpc("moet_window", args=(index,))
-    (output,) = llm.generate(
-        TokensPrompt(prompt_token_ids=windows.ids[index].tolist()),
-        SamplingParams(temperature=0, max_tokens=1, detokenize=False),
-        use_tqdm=False,
-    )
-    if output.outputs[0].finish_reason == "error":  # a failed step, computed without some rows
-        raise CalibrationError(
-            f"window {index}: rows of the experts could not be read; the log says which and why.",
-            "Run `moet verify` on the pack; the same command again resumes.",
-        )
+    prefill(llm, windows.ids[index], index)
     ranks = llm.collective_rpc("moet_window_seen", args=(sync,))
     length = windows.ids.shape[1]
     for layer in layers:
