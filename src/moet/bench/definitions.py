@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from moet.bench.ahead_tables import AHEAD_TABLES
+from moet.bench.eval_tables import EVAL_TABLES
 from moet.bench.family_tables import FAMILY_TABLES
 from moet.bench.gate_tables import GATE_TABLES
 from moet.bench.kernel_tables import KERNEL_TABLES
@@ -38,6 +39,7 @@ TABLES: Tables = {
     **AHEAD_TABLES,
     **GATE_TABLES,
     **FAMILY_TABLES,
+    **EVAL_TABLES,
     **PACKING_TABLES,
     "settings": settings,
     "bench-nano-moe": Table(
