@@ -133,8 +133,14 @@ def test_port_is_taken(moet: Moet, checkpoint: Path) -> None:
     ],
 )
 def test_impossible_settings(
-    moet: Moet, checkpoint: Path, arguments: list[str], names: list[str]
+    moet: Moet,
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    names: list[str],
 ) -> None:
+    monkeypatch.setattr("moet.cli.serve.find_pack", lambda *_, **__: Path("pack"))
+    monkeypatch.setattr("moet.cli.serve.os.execve", lambda *_: None)  # would end these tests
     refused(moet("serve", checkpoint, *arguments), *names)
 
 
