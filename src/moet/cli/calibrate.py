@@ -19,7 +19,7 @@ from moet.calibrate import (
 from moet.calibrate.layout import token_bytes
 from moet.checkpoints import Checkpoint
 from moet.checkpoints.local import local_checkpoint
-from moet.cli.engine import engine_options, engine_settings
+from moet.cli.engine import engine_options, engine_settings, log_to_stderr
 from moet.cli.levels import refuse_biases
 from moet.cli.serve import find_pack
 from moet.cli.ui import err, out
@@ -107,6 +107,7 @@ def run(
         if writer.done:
             err.print(f"resuming: {writer.done} of {metadata.windows} windows are on disk")
         if writer.done < metadata.windows:
+            log_to_stderr()
             from moet.vllm.collect import calibration_engine, collect
 
             with (

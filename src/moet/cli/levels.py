@@ -13,6 +13,7 @@ import torch
 from moet.calibrate import Calibration
 from moet.checkpoints import Checkpoint
 from moet.cli.device import Device
+from moet.cli.engine import log_to_stderr
 from moet.cli.ui import err
 from moet.errors import ConfigError, UnsupportedError
 from moet.kernels import SwiGLU
@@ -56,6 +57,7 @@ def level_quantizer(
         stack.enter_context(_one_thread_an_operation())
         samples: SampleSource = opened
         if level == 3:
+            log_to_stderr()
             from moet.vllm.collect import calibration_engine
             from moet.vllm.sequential import SequentialSamples
 
