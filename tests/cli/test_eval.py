@@ -107,7 +107,7 @@ def test_the_pack_against_the_exact_kl(run: Run, pack: Path, windows: HeldOut) -
         assert found["nll_change"] == pytest.approx(found["nll"] - found["nll_reference"])
         assert found["nll_change_se"] > 0
         assert found["top1_se"] >= 0
-    assert rows[-1]["kl"] > 0.8 * exact[-1].kl
+    assert rows[-1]["kl"] > 0.7 * exact[-1].kl
     assert rows[-1]["tokens"] == 8 * (WINDOW - 1)
 
 
