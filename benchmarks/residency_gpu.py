@@ -44,6 +44,7 @@ from vllm import LLM, SamplingParams, TokensPrompt
 from benchmarks.gpu_timing import host_to_device_gbps
 from benchmarks.synthetic import HOT_EXPERTS, HOT_SHARE, LAYERS, NVFP4, write_model
 from moet.bench.results import Row, environment, read_result, write_result
+from moet.bench.serving import decoded
 from moet.checkpoints import family_of
 from moet.checkpoints.base import Geometry
 from moet.formats.layout import Precision
@@ -209,15 +210,15 @@ class Bench(Engine):
         )
         steps = tokens - case.short
 
-        def a_step(of: Callable[[dict[str, Any], str], int]) -> dict[str, float]:
+        def a_step(what: str) -> dict[str, float]:
             """What the longer run has more than the shorter one, for each of its further steps."""
             found = {}
             for tier in ("gpu", "arena", "disk"):
-                before, middle, after = (of(snapshot, tier) for snapshot in snapshots)
+                before, middle, after = (decoded([of], tier, what) for of in snapshots)
                 found[tier] = (after - 2 * middle + before) / steps
             return found
 
-        rows, nbytes = a_step(_rows), a_step(_bytes)
+        rows, nbytes = a_step("rows"), a_step("bytes")
         if case.name == "all-hbm":
             self._step[streams] = step
         predicted = self._predicted(streams, rows)
@@ -253,15 +254,6 @@ class Bench(Engine):
             "op": "memory", "case": case.name, "streams": 0, "resized_s": round(resized, 1),
             "arena_gib": round(sum(arena) / 2**30, 2), "host_peak_gib": round(peak / 2**30, 2),
         }  # fmt: skip
-
-
-def _rows(stats: dict[str, Any], tier: str) -> int:
-    """That decoding used and found there."""
-    return sum(r["rows"] for r in stats["rows"] if r["tier"] == tier and r["phase"] == "decode")
-
-
-def _bytes(stats: dict[str, Any], tier: str) -> int:
-    return sum(r["bytes"] for r in stats["rows"] if r["tier"] == tier and r["phase"] == "decode")
 
 
 def disk_gbps(path: Path, threads: int = 8, block: int = 8 << 20) -> float:

@@ -75,11 +75,15 @@ def test_version(moet: Moet) -> None:
     assert moet("--version").out.startswith("moet ")
 
 
-def test_random_weights_need_no_pack(
-    moet: Moet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    commands: list[list[str]] = []
-    monkeypatch.setattr("moet.cli.serve.os.execve", lambda path, line, env: commands.append(line))
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The command lines that `moet serve` would become."""
+    lines: list[list[str]] = []
+    monkeypatch.setattr("moet.cli.serve.os.execve", lambda path, line, env: lines.append(line))
+    return lines
+
+
+def test_random_weights_need_no_pack(moet: Moet, tmp_path: Path, commands: list[list[str]]) -> None:
     (tmp_path / "config.json").write_text("{}")
     moet("serve", tmp_path, "--load-format", "dummy", "--port", "18999")
     (command,) = commands
@@ -89,10 +93,8 @@ def test_random_weights_need_no_pack(
 
 
 def test_vllms_options_may_have_underscores(
-    moet: Moet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    moet: Moet, tmp_path: Path, commands: list[list[str]]
 ) -> None:
-    commands: list[list[str]] = []
-    monkeypatch.setattr("moet.cli.serve.os.execve", lambda path, line, env: commands.append(line))
     (tmp_path / "config.json").write_text("{}")
     theirs = '{"moet": {"io_threads": 2}, "other": 1}'
     options = ["--load_format=dummy", "--additional_config", theirs, "--port", "18999"]
@@ -105,10 +107,12 @@ def test_vllms_options_may_have_underscores(
 
 
 def test_a_model_is_served_without_any_option(
-    moet: Moet, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    moet: Moet,
+    checkpoint: Path,
+    tmp_path: Path,
+    commands: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    commands: list[list[str]] = []
-    monkeypatch.setattr("moet.cli.serve.os.execve", lambda path, line, env: commands.append(line))
     monkeypatch.setattr("moet.cli.serve._check_port", lambda arguments: None)  # 8000 may be taken
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     ran = moet("serve", checkpoint)

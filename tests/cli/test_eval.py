@@ -162,11 +162,6 @@ def test_prompts_at_fp4_are_the_candidates(
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("model") / "m")
-
-
-@pytest.fixture(scope="module")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tokens") / "t.npy"
     np.save(path, np.arange(200) % 250)
@@ -201,9 +196,9 @@ def refused(*arguments: object) -> str:
         (["--tokens", "TOKENS", "--output", "TOKENS/r.json"], "cannot be written"),
     ],
 )
-def test_what_cannot_work(options: list[str], message: str, model: Path, tokens: Path) -> None:
+def test_what_cannot_work(options: list[str], message: str, checkpoint: Path, tokens: Path) -> None:
     given = [text.replace("TOKENS", str(tokens)) for text in options]
-    assert message in refused(model, *given)
+    assert message in refused(checkpoint, *given)
 
 
 def test_held_out_windows_that_do_not_do(tmp_path: Path) -> None:
@@ -218,9 +213,9 @@ def test_held_out_windows_that_do_not_do(tmp_path: Path) -> None:
     assert "heldout.bin: has token 319, but the model's vocabulary has 256" in refused(model)
 
 
-def test_options_of_vllm_that_are_the_commands_own(model: Path, tokens: Path) -> None:
-    pack = make_pack(model, tokens.with_name("p.moet"))
+def test_options_of_vllm_that_are_the_commands_own(checkpoint: Path, tokens: Path) -> None:
+    pack = make_pack(checkpoint, tokens.with_name("p.moet"))
     options = ["--pack", pack, "--tokens", tokens, "--window", "50"]
     assert "--engine: 'max_logprobs' is the command's own" in refused(
-        model, *options, "--engine", '{"max_logprobs": 5}'
+        checkpoint, *options, "--engine", '{"max_logprobs": 5}'
     )

@@ -141,8 +141,11 @@ def test_the_recipes_that_come_with_moet_are_valid() -> None:
         assert Recipe.parse(recipe.to_yaml(), name) == recipe
 
 
-def test_a_model_is_no_recipe() -> None:
+def test_a_model_is_no_recipe(tmp_path: Path) -> None:
     assert find_recipe("owner/model") is None
+    directory = tmp_path / "model.yaml"
+    directory.mkdir()
+    assert find_recipe(str(directory)) is None
 
 
 @pytest.mark.parametrize(

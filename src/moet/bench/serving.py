@@ -49,8 +49,8 @@ def measured(
         report: of `load.send`. before, after: each rank's statistics (`/v1/moet/stats`).
     """
     old, new = list(before), list(after)
-    rows = {tier: _decoded(new, tier, "rows") - _decoded(old, tier, "rows") for tier in _tiers(new)}
-    nbytes = sum(_decoded(new, tier, "bytes") - _decoded(old, tier, "bytes") for tier in rows)
+    rows = {tier: decoded(new, tier, "rows") - decoded(old, tier, "rows") for tier in _tiers(new)}
+    nbytes = sum(decoded(new, tier, "bytes") - decoded(old, tier, "bytes") for tier in rows)
     steps = max(1, new[0]["steps"] - old[0]["steps"])
     stalled = new[0]["stall_seconds"] - old[0]["stall_seconds"]
     ms = report["median_tpot_ms"]
@@ -89,7 +89,8 @@ def _tiers(ranks: list[Mapping[str, Any]]) -> list[str]:
     return sorted({of["tier"] for rank in ranks for of in rank["rows"]})
 
 
-def _decoded(ranks: list[Mapping[str, Any]], tier: str, what: str) -> int:
+def decoded(ranks: Iterable[Mapping[str, Any]], tier: str, what: str) -> int:
+    """Of decode's rows that were found in a tier: their "rows" or "bytes", all ranks together."""
     return sum(
         of[what]
         for rank in ranks

@@ -63,7 +63,7 @@ def bench(
         moet bench --url http://localhost:8000 --api-key secret --streams 1,4,16
     """
     loads = [Load(number, prompt, tokens, requests) for number in _numbers(streams)]
-    recipe = None if model is None or Path(model).is_dir() else find_recipe(model)
+    recipe = None if model is None else find_recipe(model)
     rows: list[Row] = []
     with _server(model, url, context.args, log, api_key) as server:
         about = server.get("/v1/moet/about")
@@ -116,8 +116,7 @@ def _server(
     with tempfile.TemporaryDirectory(prefix="moet-bench-") as directory:
         place = log or Path(directory) / "server.log"
         err.print(f"starting the server; its log: {escape(str(place))}", soft_wrap=True)
-        arguments = [model, *rest, *([f"--api-key={key}"] if key else [])]
-        with Server(arguments, place, dict(os.environ), PATIENCE, key) as server:
+        with Server([model, *rest], place, dict(os.environ), PATIENCE, key) as server:
             yield server
 
 

@@ -9,8 +9,6 @@ from typing import Any
 from moet.errors import ConfigError
 from moet.settings import Settings
 
-_ENGINE_HELP = 'Write \'{"dtype": "float32"}\'.'
-
 
 def log_to_stderr() -> None:
     """Keeps vLLM's log off standard output, where results go; to be called before its import."""
@@ -37,10 +35,15 @@ def engine_settings(option: list[str] | None) -> dict[str, Any]:
 
 def engine_options(text: str) -> dict[str, Any]:
     """vLLM's engine arguments from `--engine`."""
+    return json_object("--engine", text, 'Write \'{"dtype": "float32"}\'.')
+
+
+def json_object(option: str, text: str, hint: str) -> dict[str, Any]:
+    """The object that an option's value is; raises ConfigError with `hint` for anything else."""
     try:
-        values = json.loads(text)
+        content = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"--engine is not JSON: {error}.", _ENGINE_HELP) from None
-    if not isinstance(values, dict):
-        raise ConfigError("--engine must be a JSON object.", _ENGINE_HELP)
-    return values
+        raise ConfigError(f"{option} is not JSON: {error}.", hint) from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{option} must be a JSON object.", hint)
+    return content

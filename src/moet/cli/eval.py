@@ -119,10 +119,11 @@ def evaluate(
             "note": LOWER_BOUND,
         }
     rows = run(path, settings | {"pack": str(opened.path)}, options, windows, top)
+    written = [asdict(row) for row in rows]
     if output is not None:
-        write_result(output, [asdict(row) for row in rows], about)
+        write_result(output, written, about)
     if as_json:
-        emit_json(about | {"rows": [asdict(row) for row in rows]})
+        emit_json(about | {"rows": written})
     else:
         out.print(served_table(f"{about['model']['name']}, {settings['precision']}", rows))
         out.print(LOWER_BOUND, style="dim")

@@ -14,7 +14,7 @@ import typer
 
 from moet.checkpoints import Checkpoint
 from moet.checkpoints.local import local_checkpoint
-from moet.cli.engine import assignment
+from moet.cli.engine import assignment, json_object
 from moet.cli.pack import make_pack
 from moet.cli.ui import err
 from moet.errors import ConfigError
@@ -84,7 +84,7 @@ def serve(
     theirs = _take_additional_config(rest)
     Settings.from_additional_config(theirs)
     values = {**theirs.get("moet", {}), **values}
-    recipe = None if Path(model).is_dir() else find_recipe(model)
+    recipe = find_recipe(model)
     if recipe is not None:
         model = recipe.model
         values = {**recipe.moet, **values}
@@ -146,18 +146,9 @@ def _take_additional_config(arguments: list[str]) -> dict[str, Any]:
         del arguments[index]
         if not equals and index == len(arguments):
             raise ConfigError("--additional-config has no value.", _ADDITIONAL_HELP)
-        taken = _json_object(value if equals else arguments.pop(index))
+        value = value if equals else arguments.pop(index)
+        taken = json_object("--additional-config", value, _ADDITIONAL_HELP)
     return taken or {}
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        content = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"--additional-config is not JSON: {error}.", _ADDITIONAL_HELP) from None
-    if not isinstance(content, dict):
-        raise ConfigError("--additional-config must be a JSON object.", _ADDITIONAL_HELP)
-    return content
 
 
 def option_value(arguments: list[str], name: str) -> str | None:

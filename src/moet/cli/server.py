@@ -25,7 +25,7 @@ class Client(Closing):
     """Asks a server at `url` over HTTP. key: the API's, where the server wants one."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
-        self.url, self.key = url.rstrip("/"), key
+        self.url = url.rstrip("/")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._http = httpx.Client(base_url=self.url, timeout=120, headers=headers)
 
@@ -74,8 +74,8 @@ class Server(Client):
 
     Args:
         arguments: of `moet serve`, the model first. log: file for the server's output.
-        environment: the server's; patience: seconds that it may take to answer; key: the API's,
-            where the arguments ask for one.
+        environment: the server's; patience: seconds that it may take to answer; key: of its API,
+            if it is to want one.
 
     Raises MoetError with the end of the log when the server stops or does not answer in time.
     """
@@ -91,6 +91,7 @@ class Server(Client):
         port = _free_port()
         super().__init__(f"http://{HOST}:{port}", key)
         self._arguments = [*arguments, "--host", HOST, "--port", str(port)]
+        self._arguments += [f"--api-key={key}"] if key else []
         self._log, self._environment, self._patience = log, environment, patience
         self._process: subprocess.Popen[bytes] | None = None
 

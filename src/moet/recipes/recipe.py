@@ -148,10 +148,13 @@ def recipe_names() -> list[str]:
 
 
 def find_recipe(text: str) -> Recipe | None:
-    """The recipe that `text` names: a YAML file, or one that comes with moet; else None.
+    """The recipe that `text` names: a YAML file, or one that comes with moet; else None, as for a
+    directory, whatever its name.
 
     Raises ConfigError for a recipe that is malformed or, being named as a file, is not there.
     """
+    if Path(text).is_dir():
+        return None
     if text.endswith((".yaml", ".yml")):
         path = Path(text).expanduser()
         try:

@@ -89,8 +89,8 @@ def counted(rows: Mapping[int, Sequence[Precision]]) -> str:
 
 def _warn_of_ignored(settings: Settings, gpu: bool) -> None:
     """Not an error: one recipe may serve on several machines."""
+    where, other = ("on a GPU", "the CPU") if gpu else ("without a GPU", "a GPU")
     for name in settings.ignored(gpu=gpu):
-        where, other = ("on a GPU", "the CPU") if gpu else ("without a GPU", "a GPU")
         logger.warning(
             "moet: the setting %s has no effect %s; it is for serving on %s.", name, where, other
         )
