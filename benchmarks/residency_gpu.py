@@ -9,10 +9,6 @@ One engine; its tiers are resized between the cases:
 and, with `--cases stock-fp4`, instead of it:
   stock-fp4        vLLM's own experts in NVFP4, without moet
 
-With --guess, rows of the next layer are guessed and copied ahead (`guess_next_layer`); the cases'
-names end in "-guess" then, and all-hbm is not among them. The model's layers hardly change what
-goes from one to the next: nearly every guess is right, which trained models' are not.
-
 The router prefers 19 % of the experts of each layer in 96 % of its choices. A row is one case and
 number of streams: tok_s of decoding alone (two runs of different length, subtracted), gbps of
 expert rows read, by tier too, and predicted_tok_s: the step of all-hbm for that many streams, plus
@@ -281,7 +277,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--commit", default=None, help="of the tree, where git is not at hand")
     parser.add_argument("--cases", nargs="*", default=[c.name for c in CASES])
-    parser.add_argument("--guess", action="store_true", help="with guess_next_layer")
     parser.add_argument("--streams", nargs="*", type=int, default=list(IN_MEMORY))
     parser.add_argument("--layers", type=int, default=None, help="fewer than the model's, to try")
     parser.add_argument("--rows-gib", type=float, default=8, help="of the file that rows are from")
@@ -329,10 +324,7 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
         "pack": str(rows_file),
         "io_threads": 8,
         "prefill_staging": True,
-        "guess_next_layer": arguments.guess,
     }
-    if arguments.guess:
-        settings |= {"base_pool": "50%", "arena": "100%"}
     bench = Bench(
         model,
         geometry,
@@ -345,14 +337,12 @@ def run(arguments: argparse.Namespace, directory: Path) -> None:
         if case.name not in arguments.cases:
             continue
         resized = bench.enter(case)
-        name = f"{case.name}-guess" if arguments.guess else case.name
         streams = sorted(set(arguments.streams) & set(case.tokens))
         rows = [bench.decode(case, number) for number in streams]
-        # A prompt of this length reads most of the disk's rows.
-        if not case.from_disk and not arguments.guess:
+        if not case.from_disk:  # a prompt of this length reads most of the disk's rows
             rows.append(bench.prefill(case.name))
         write(
-            [row | {"case": name} for row in [*rows, bench.memory(case, resized)]],
+            [*rows, bench.memory(case, resized)],
             {
                 "host_to_device_gbps": round(copy_gbps, 1),
                 **({"disk_gbps": round(bench.disk_gbps, 2)} if case.from_disk else {}),

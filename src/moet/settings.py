@@ -27,7 +27,7 @@ _POOL_HELP = (
     '"auto" (what fits), a share of all rows ("25%"), bytes ("12GiB") or a number of slots ("512")'
 )
 # What the other platform has no use for.
-_GPU_ONLY = ("arena", "prefill_staging", "guess_next_layer", "fp8_activations")
+_GPU_ONLY = ("arena", "prefill_staging", "fp8_activations")
 _CPU_ONLY = ("routing_trace", "threads")
 
 
@@ -130,11 +130,6 @@ class Settings(BaseModel):
         default="auto",
         description="GPU only. Whether prefill copies whole layers through two buffers in GPU "
         "memory, or reads rows where they lie. Default: where not all rows are in GPU memory.",
-    )
-    guess_next_layer: bool = Field(
-        default=False,
-        description="GPU only. Apply the next layer's router one layer early, and copy rows that "
-        "it names from the arena to GPU memory before that layer runs.",
     )
     fp8_activations: bool = Field(
         default=False,

@@ -61,8 +61,8 @@ def test_settings_that_a_platform_ignores():
         for word in ("GPU only", "CPU only")
     }
     given = {
-        "arena": "1GiB", "prefill_staging": False, "guess_next_layer": True,
-        "fp8_activations": True, "routing_trace": "/x/trace", "threads": 2,
+        "arena": "1GiB", "prefill_staging": False, "fp8_activations": True,
+        "routing_trace": "/x/trace", "threads": 2,
     }  # fmt: skip
     settings = Settings.parse({**given, "io_threads": 2})
     assert settings.ignored(gpu=False) == described["GPU only"]
@@ -79,12 +79,12 @@ def test_an_ignored_setting_is_named_in_the_log_of_one_rank(gpu, monkeypatch):
     monkeypatch.setattr(build, "open_rows", lambda *_: None)
     monkeypatch.setattr(build, "_build", lambda *_: "built")
     monkeypatch.setattr(gpu_build, "build_gpu_runtime", lambda *_: "built")
-    values = {"guess_next_layer": True, "threads": 2, "direct_io": True}
+    values = {"fp8_activations": True, "threads": 2, "direct_io": True}
     config = SimpleNamespace(additional_config={"moet": values})
     for rank in (0, 1):
         assert build.build_runtime(config, [0], rank, 2) == "built"
     assert len(warned) == 1
-    assert ("setting threads" if gpu else "setting guess_next_layer") in warned[0]
+    assert ("setting threads" if gpu else "setting fp8_activations") in warned[0]
 
 
 def test_settings_cannot_change():

@@ -73,7 +73,7 @@ _GUESSED = "-guess"
 
 
 def _guessed(row: Row) -> bool:
-    """Measured with `guess_next_layer`."""
+    """Measured with guesses of the next layer's experts, which are gone."""
     return bool(row["case"].endswith(_GUESSED))
 
 

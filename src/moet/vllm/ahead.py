@@ -20,29 +20,17 @@ class LooksAhead:
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
-        model = self.model_runner.get_model()
         if hash_tables(self.vllm_config):
-            look_ahead(model, self.vllm_config)
-        learn_routers(model, self.vllm_config)
-
-
-def learn_routers(model: nn.Module, vllm_config: Any) -> None:
-    """Has the rank's runtime guess what the next layer will use, if that is set."""
-    from moet.vllm.method import find_runtime  # imports numba: see config.py
-    from moet.vllm.routers import find_routers
-
-    runtime = find_runtime(vllm_config)
-    if runtime is not None and runtime.guesses:
-        runtime.learn_routers(find_routers(model, vllm_config))
+            look_ahead(self.model_runner.get_model(), self.vllm_config)
 
 
 def hash_tables(vllm_config: Any) -> dict[int, Tensor]:
     """By layer, the experts of each token's id: int [vocabulary, top-k]. Of the layers that moet
     computes and vLLM routes by such a table (DeepSeek-V4's first ones)."""
-    from moet.vllm.method import moet_layers
+    from moet.vllm.method import moet_layers  # imports numba: see config.py
 
     tables: dict[int, Tensor] = {}
-    for _, layer, method in moet_layers(vllm_config):
+    for layer, method in moet_layers(vllm_config):
         table = getattr(getattr(layer, "router", None), "_hash_indices_table", None)
         if table is not None:
             tables[method.layer] = table.detach()

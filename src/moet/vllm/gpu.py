@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.config import CUDAGraphMode
 from vllm.distributed import get_tp_group
-from vllm.forward_context import get_forward_context
 
 from moet.checkpoints.base import Geometry
 from moet.formats.layout import Precision
@@ -20,7 +18,6 @@ from moet.kernels.cuda.experts import CudaExperts
 from moet.pack import RowSource
 from moet.residency.cuda import CudaTierDevice
 from moet.residency.cuda.device import PATIENCE_SECONDS
-from moet.residency.cuda.kernels import Router
 from moet.residency.hot_set import HotSetOptions
 from moet.residency.tiers import Tier, TieredResidency, TierSizes
 from moet.residency.tiers.hot import TierHotSet
@@ -44,7 +41,6 @@ class GPURuntime(RankExperts):
     that a pass of the target model, or of the draft, computes last. recovery: by layer, the
     precision of FP4 tokens' experts; empty if there are none. gate: the confidence gate, if any.
     hot_set: of the adaptive hot set, if there is one; recovery has one precision then.
-    guess_next_layer: whether rows of the next layer are guessed and copied ahead.
     """
 
     geometry: Geometry
@@ -58,7 +54,6 @@ class GPURuntime(RankExperts):
     recovery: Mapping[int, Precision] = field(default_factory=dict)
     gate: Gate | None = None
     hot_set: HotSetOptions | None = None
-    guess_next_layer: bool = False
 
     def __post_init__(self) -> None:
         self._index = {layer: index for index, layer in enumerate(sorted(self.precision))}
@@ -106,7 +101,6 @@ class GPURuntime(RankExperts):
             activation,
             torch.empty(x.shape, dtype=self.operator.out_dtype, device=x.device),
             self.biases.get(layer),
-            capturing and in_one_graph(),
         )
         if fp4 is None:
             self._compute(call, self._now)
@@ -129,14 +123,7 @@ class GPURuntime(RankExperts):
     ) -> None:
         """repeats, part: as of `CudaTierDevice.ensure`; later parts are added."""
         index = call.index
-        guessing = None
-        if call.in_one_graph and part is None and not repeats:
-            guessing = self.device.guessing
-        if guessing is not None:
-            guessing.guess(index, call.x, call.ids)
         rows = self.device.ensure(index, call.ids, code=table.code, repeats=repeats, part=part)
-        if guessing is not None:
-            guessing.guessed()
         if not torch.cuda.is_current_stream_capturing() and not self.tiers.all_in_memory:
             self.device.wait_for_rows()
         self.operator.forward(
@@ -144,23 +131,9 @@ class GPURuntime(RankExperts):
             call.activation, call.out, accumulate=bool(part),
             bias=None if call.biases is None else call.biases.gate_up,
         )  # fmt: skip
-        if guessing is not None:
-            guessing.copy(table.code)
 
     def foresee(self, tables: Mapping[int, Tensor]) -> None:
         self.device.foresee({self._index[layer]: table for layer, table in tables.items()})
-
-    @property
-    def guesses(self) -> bool:
-        return self.guess_next_layer
-
-    def learn_routers(self, routers: Mapping[int, Router]) -> None:
-        known = {self._index[layer]: router for layer, router in routers.items()}
-        # The layers that end a pass are followed by none.
-        after = {self._index[layer] + 1 for layer in self.ends}
-        known = {index: router for index, router in known.items() if index not in after}
-        if known:
-            self.device.learn_routers(known, self.geometry.top_k)
 
     def prefetch(self, token_ids: Tensor) -> None:
         """See the base class; launches only, so that it may be captured in a CUDA graph."""
@@ -217,8 +190,7 @@ class GPURuntime(RankExperts):
 @dataclass(frozen=True)
 class _Call:
     """One layer's tokens. index: of the layer. x: bfloat16 [T, hidden]. ids: int32 [T, k]. weights:
-    float32 [T, k]. out: [T, hidden] of the operator's dtype. biases: if the layer has any.
-    in_one_graph: the whole pass is being captured in one CUDA graph."""
+    float32 [T, k]. out: [T, hidden] of the operator's dtype. biases: if the layer has any."""
 
     index: int
     x: Tensor
@@ -227,16 +199,10 @@ class _Call:
     activation: SwiGLU
     out: Tensor
     biases: Biases | None
-    in_one_graph: bool
 
     def without(self, tokens: Tensor) -> _Call:
         """The same with no experts for these tokens, bool [T]."""
         return replace(self, ids=self.ids.masked_fill(tokens[:, None], -1))
-
-
-def in_one_graph() -> bool:
-    """Whether what is being captured is a graph of a whole pass, not of a piece."""
-    return bool(get_forward_context().cudagraph_runtime_mode != CUDAGraphMode.PIECEWISE)
 
 
 class _FailureMark(StepMark):

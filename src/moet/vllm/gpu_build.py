@@ -138,7 +138,6 @@ def build_gpu_runtime(
         hot_set=None
         if (hot := settings.adaptive) is None
         else HotSetOptions(hot.every, hot.margin),
-        guess_next_layer=settings.guess_next_layer,
     )
 
 

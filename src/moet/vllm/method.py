@@ -161,22 +161,22 @@ class MoetMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         return failure
 
 
-def moet_layers(vllm_config: Any) -> Iterator[tuple[str, Any, MoetMoEMethod]]:
-    """All layers with routed experts that vLLM has made in this process: name, layer, method."""
-    for name, layer in vllm_config.compilation_config.static_forward_context.items():
+def moet_layers(vllm_config: Any) -> Iterator[tuple[Any, MoetMoEMethod]]:
+    """All layers with routed experts that vLLM has made in this process, and their methods."""
+    for layer in vllm_config.compilation_config.static_forward_context.values():
         method = getattr(getattr(layer, "routed_experts", None), "quant_method", None)
         if isinstance(method, MoetMoEMethod):
-            yield name, layer, method
+            yield layer, method
 
 
 def moet_methods(vllm_config: Any) -> list[MoetMoEMethod]:
     """The methods of these layers."""
-    return [method for _, _, method in moet_layers(vllm_config)]
+    return [method for _, method in moet_layers(vllm_config)]
 
 
 def find_runtime(vllm_config: Any) -> RankExperts | None:
     """The process's runtime, once the first layer has made it."""
-    runtimes = (method.runtime for _, _, method in moet_layers(vllm_config))
+    runtimes = (method.runtime for _, method in moet_layers(vllm_config))
     return next((runtime for runtime in runtimes if runtime is not None), None)
 
 

@@ -22,7 +22,6 @@ from moet.vllm.phase import Fp4Tokens
 
 if TYPE_CHECKING:
     from moet.kernels.cuda.experts import CudaExperts
-    from moet.residency.cuda.kernels import Router
     from moet.vllm.gate.gate import Gate
 
 
@@ -87,14 +86,6 @@ class RankExperts(Closing):
 
         tables: by layer, int [vocabulary, top-k] (`ahead.hash_tables`).
         """
-
-    @property
-    def guesses(self) -> bool:
-        """Whether it guesses which rows the next layer will read."""
-        return False
-
-    def learn_routers(self, routers: Mapping[int, Router]) -> None:
-        """What it guesses with, by layer; if it `guesses`."""
 
     def prefetch(self, token_ids: Tensor) -> None:
         """A pass of these tokens, int [T], begins: has rows read that its hash-routed layers will

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,6 @@ from moet.vllm.phase import Fp4Tokens
 from moet.vllm.quantized import quantized_runtime
 from moet.vllm.rank import RankExperts
 from moet.vllm.runtime import Runtime
-
-if TYPE_CHECKING:
-    from moet.residency.cuda.kernels import Router
 
 Note = Callable[[int, Tensor, Tensor, Tensor], None]
 """layer, x [T, hidden], ids [T, k], weights [T, k]."""
@@ -66,13 +63,6 @@ class RecordingRuntime(RankExperts):
 
     def foresee(self, tables: Mapping[int, Tensor]) -> None:
         self.inner.foresee(tables)
-
-    @property
-    def guesses(self) -> bool:
-        return self.inner.guesses
-
-    def learn_routers(self, routers: Mapping[int, Router]) -> None:
-        self.inner.learn_routers(routers)
 
     def prefetch(self, token_ids: Tensor) -> None:
         self.inner.prefetch(token_ids)

@@ -123,7 +123,7 @@ ensure(const int* ids, int count, int layer, int begin, int decode, const u64* t
   for (int i = 0; i < kEach; i++) {
     mine[i] = used[i * kThreads + threadIdx.x];
     lost |= mine[i] && !entry[i] && copy[i] < 0;
-    remote |= mine[i] && copy[i] < 0 && (!entry[i] || entry[i] & kHostEntry);
+    remote |= mine[i] && (!entry[i] || entry[i] & kHostEntry);
   }
   if (__syncthreads_or(remote) && threadIdx.x == 0) state->local = 0;
 
@@ -131,7 +131,7 @@ ensure(const int* ids, int count, int layer, int begin, int decode, const u64* t
   for (int i = 0; i < kEach; i++) {
     const int expert = i * kThreads + threadIdx.x;
     if (mine[i] && decode) add(&state->use[plane_of(kind[i])][layer][expert], 1);
-    const int tier = decode && copy[i] >= 0 ? 0 : !entry[i] ? 2 : entry[i] & kHostEntry;
+    const int tier = !entry[i] ? 2 : entry[i] & kHostEntry;
 #pragma unroll
     for (int p = 0; p < kPlanes; p++)
 #pragma unroll

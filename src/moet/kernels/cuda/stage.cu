@@ -4,10 +4,20 @@
 // Beside the other kernels, on a few multiprocessors. Which experts the layer will use is not known
 // yet: a long prompt uses nearly all.
 //
-// Compile-time: see stage.cuh.
-#include "stage.cuh"
+// Compile-time: see tiers.cuh; ROW_BYTES_0, _1, _2: of a row, by plane.
+#include "tiers.cuh"
 
 constexpr u32 kPieceBytes = 32 << 10;  // that a block copies at a time
+
+struct Source {
+  u64 address;
+  u64 bytes;
+};
+
+__device__ __forceinline__ u32 row_bytes(int plane) {
+  constexpr u32 kBytes[3] = {ROW_BYTES_0, ROW_BYTES_1, ROW_BYTES_2};
+  return plane == 0 ? kBytes[0] : plane == 1 ? kBytes[1] : kBytes[2];
+}
 
 // Gives each row of the layer that lies in host memory one of `slots`, as far as they go. Only one
 // block may read the table for that: entries change meanwhile. By one warp.

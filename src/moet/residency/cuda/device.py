@@ -18,8 +18,7 @@ from moet.kernels.cuda.shape import PRECISION_CODES
 from moet.residency.cuda.ahead import Hints, Routes, hints_type
 from moet.residency.cuda.copies import CopyStreams, DeviceCopy
 from moet.residency.cuda.driver import Driver
-from moet.residency.cuda.guessing import Guessing
-from moet.residency.cuda.kernels import Router, TierKernels
+from moet.residency.cuda.kernels import TierKernels
 from moet.residency.cuda.mailbox import HOST_ENTRY, Mailbox
 from moet.residency.cuda.memory import ArenaPlaces, ChunkedPlaces, GpuPlaces
 from moet.residency.cuda.staging import Staging
@@ -107,7 +106,6 @@ class CudaTierDevice(TierDevice):
         self._kernels = TierKernels(code, kinds, self._mailbox, device)
         self.code = self._kernels.code
         self._staging: Staging | None = None
-        self._guessing: Guessing | None = None
         if stage_rows:
             if stage_row_bytes < max(precisions.values()):
                 raise ConfigError(
@@ -167,8 +165,6 @@ class CudaTierDevice(TierDevice):
         ids, staged = topk_ids.numel(), None
         if self._staging is not None:
             staged = self._staging.joined(layer, code)
-        if self._guessing is not None:
-            staged = self._guessing.joined(layer, code) or staged
         self._kernels.ensure(
             topk_ids, layer, begin, ids <= self._decode_ids, self._patience, code, rows.address,
             rows.precision, staged,
@@ -199,16 +195,6 @@ class CudaTierDevice(TierDevice):
         if self._hints is not None:
             self._kernels.ahead(token_ids.contiguous(), self.code if code is None else code)
 
-    def learn_routers(self, routers: Mapping[int, Router], top_k: int) -> None:
-        """Has rows guessed by these routers, by layer index, in passes that ask for it."""
-        row_bytes, device = max(self._row_bytes.values()), self.code.device
-        self._guessing = Guessing(self._kernels, self._driver, routers, top_k, row_bytes, device)
-
-    @property
-    def guessing(self) -> Guessing | None:
-        """What guesses rows, if anything."""
-        return self._guessing
-
     def wait_for_rows(self) -> None:
         """Waits until the device has passed the last `ensure`, without holding the interpreter.
 
@@ -224,8 +210,6 @@ class CudaTierDevice(TierDevice):
         """After the last kernel of a pass that reads rows: the step is done."""
         if self._staging is not None and self._from_first:
             self._staging.finish(self._last)
-        if self._guessing is not None:
-            self._guessing.joined()
         self._in_step = self._from_first = False
         self._kernels.finish()
 
@@ -326,8 +310,6 @@ class CudaTierDevice(TierDevice):
         self._driver.synchronize()
         if self._staging is not None:
             self._staging.close()
-        if self._guessing is not None:
-            self._guessing.close()
         self._copies.close()
         for places in self._all_places():
             places.resize(0)

@@ -18,26 +18,12 @@ from moet.residency.cuda.ahead import Routes
 from moet.residency.cuda.mailbox import Mailbox, mask_words
 
 _THREADS = 256
-COPY_BLOCKS = 16  # as many multiprocessors saturate PCIe
 _FINISH_BLOCKS = 16  # the counts of 43 × 256 experts take one block several µs
 
 
 def state_words(planes: int, layers: int, experts: int) -> int:
     """64-bit words of `State` of ensure.cu."""
     return 8 + planes * (6 + 2 * layers * experts)
-
-
-@dataclass(frozen=True)
-class Router:
-    """How a layer chooses its experts, as far as a guess needs it.
-
-    weight: bfloat16 [experts, hidden], contiguous. bias: float32 [experts], contiguous, added to
-    the scores. scoring: as in guess.cu; 0 without a bias.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
-    scoring: int
 
 
 @dataclass(frozen=True)
@@ -93,8 +79,8 @@ class TierKernels:
             cubin = cached_cubin("ensure.cu", self._architecture, defines)
             self._ensure, self._finish = Kernel(cubin, "ensure"), Kernel(cubin, "finish")
             sizes = [*planes.values(), 0, 0]
-            self._sized = defines | {f"ROW_BYTES_{i}": sizes[i] for i in range(3)}
-            cubin = cached_cubin("stage.cu", self._architecture, self._sized)
+            sized = defines | {f"ROW_BYTES_{i}": sizes[i] for i in range(3)}
+            cubin = cached_cubin("stage.cu", self._architecture, sized)
             self._plan, self._copy = Kernel(cubin, "plan_stage"), Kernel(cubin, "copy_stage")
             words = state_words(len(planes), layers, experts)
             self._state = torch.zeros(words, dtype=torch.int64, device=device)
@@ -137,45 +123,14 @@ class TierKernels:
 
     def stage(self, layer: int, code: Tensor, into: Staged, blocks: int, stream: int) -> None:
         """Copies the layer's rows in host memory, as many as there is room for."""
+        slots, row_bytes = into.rows.shape
         self._plan.launch(
             (1, 1), 32, stream,
-            [layer, self._table, code, into.rows.shape[0], into.slot, into.sources, into.count],
+            [layer, self._table, code, slots, into.slot, into.sources, into.count],
         )  # fmt: skip
-        self._copy_staged(into, blocks, stream)
-
-    def _copy_staged(self, into: Staged, blocks: int, stream: int) -> None:
         self._copy.launch(
-            (blocks, 1), _THREADS, stream,
-            [into.sources, into.count, into.rows, into.rows.shape[1]],
-        )  # fmt: skip
-
-    def learn_routers(self, hidden: int, top_k: int, tokens: int) -> None:
-        """Prepares `guess` and `stage_guess`, for at most so many tokens."""
-        experts = self.code.shape[1]
-        with torch.cuda.device(self._device):
-            of = {"HIDDEN": hidden, "TOP_K": top_k}
-            cubin = cached_cubin("guess.cu", self._architecture, self._sized | of)
-            self._guess, self._plan_guess = Kernel(cubin, "guess"), Kernel(cubin, "plan_guess")
-            self._logits = torch.empty(tokens, experts, device=self._device)
-            self._wanted = torch.zeros(experts + 1, dtype=torch.int32, device=self._device)
-
-    def guess(self, x: Tensor, ids: Tensor, router: Router, stream: int) -> None:
-        """Finds out which experts this router would choose. x, ids: as of `Guessing.guess`."""
-        bias = self._logits if router.bias is None else router.bias
-        self._guess.launch(
-            (-(-self.code.shape[1] // (_THREADS // 32)), 1), _THREADS, stream,
-            [x, ids, len(x), router.weight, bias, router.scoring, self._logits, self._wanted[-1:],
-             self._wanted],
-        )  # fmt: skip
-
-    def stage_guess(self, layer: int, code: Tensor, into: Staged, blocks: int, stream: int) -> None:
-        """Copies those of the layer's rows that were guessed and lie in host memory."""
-        self._plan_guess.launch(
-            (1, 1), _THREADS, stream,
-            [layer, self._table, code, self._wanted, into.rows.shape[0], into.slot, into.sources,
-             into.count],
-        )  # fmt: skip
-        self._copy_staged(into, blocks, stream)
+            (blocks, 1), _THREADS, stream, [into.sources, into.count, into.rows, row_bytes]
+        )
 
     def foresee(self, routes: Routes, hints: NDArray[np.uint8]) -> None:
         """Prepares `ahead`. hints: pinned, `Hints` of ahead.cu."""
