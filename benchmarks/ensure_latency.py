@@ -219,7 +219,7 @@ class Bench:
             us = min(
                 elapsed_us(
                     lambda blocks=blocks: self.device._kernels.stage(
-                        1, self._buffer, blocks, stream
+                        1, self.device.code, self._buffer, blocks, stream
                     )
                 )
                 for _ in range(4)

@@ -148,6 +148,7 @@ def test_bench_measures_a_server_that_runs(
     key = ["--api-key", "secret"]
     for more, said in (
         ([], "--api-key"),
+        (["-o", tmp_path], "cannot be written"),
         ([*key, "--prompt", "600"], "--max-model-len"),
         ([*key, "--streams", "1,1000"], "--max-num-seqs 1000"),
         ([*key, "--base-pool", "50%"], "takes no options"),
@@ -169,6 +170,9 @@ def test_bench_measures_a_server_that_runs(
     assert about["settings"] == {"base_pool": "25%"}
     assert len(about["rows"]) == 64
     assert "secret" not in written["command"]
+    machine = httpx.get(f"{server.url}/v1/moet/about", headers=KEY).json()["machine"]
+    del machine["date"]  # midnight may lie between
+    assert {key: about[key] for key in machine} == machine
 
 
 def test_a_cpu_keeps_the_size_of_its_pools(server: Server) -> None:

@@ -39,6 +39,7 @@ def _prefetch(name: str) -> Table:
 
 AHEAD_TABLES: Tables = {
     "prefetch-cpu": _prefetch("cpu"),
+    "prefetch-h200": _prefetch("h200"),
     "prediction": Table(
         "prediction.json",
         (

@@ -19,7 +19,7 @@ from moet.bench.results import Row, write_result
 from moet.bench.serving import check_load, described, measured
 from moet.cli.serve import option_value
 from moet.cli.server import Client, Server
-from moet.cli.ui import emit_json, err, out
+from moet.cli.ui import check_output, emit_json, err, out
 from moet.errors import ConfigError
 from moet.recipes import Recipe, find_recipe
 
@@ -62,6 +62,7 @@ def bench(
         moet bench ./nano-moe --base-pool 25% --streams 1,8 --max-model-len 2048
         moet bench --url http://localhost:8000 --api-key secret --streams 1,4,16
     """
+    check_output(output)
     loads = [Load(number, prompt, tokens, requests) for number in _numbers(streams)]
     recipe = None if model is None else find_recipe(model)
     rows: list[Row] = []
@@ -75,7 +76,7 @@ def bench(
             before = server.get("/v1/moet/stats")["ranks"]
             report = send(server.url, served, about["model"], load, api_key)
             rows.append(measured(load, report, before, server.get("/v1/moet/stats")["ranks"]))
-    extra = {**described(about), **_gpus(about), **_recipe(model, recipe)}
+    extra = {**about["machine"], **described(about), **_recipe(model, recipe)}
     if output is not None:
         write_result(output, rows, extra)
     if as_json:
@@ -125,16 +126,6 @@ def _numbers(text: str) -> list[int]:
     if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
         raise ConfigError(f"--streams {text} is no list of numbers.", "For example: --streams 1,8")
     return [int(part) for part in parts]
-
-
-def _gpus(about: dict[str, Any]) -> dict[str, str]:
-    import torch  # not at the top: it takes a second, and every command imports this module
-
-    if not torch.cuda.is_available():
-        return {}
-    count = about["tensor_parallel_size"]
-    name = torch.cuda.get_device_name()
-    return {"gpu": name if count == 1 else f"{count} × {name}"}
 
 
 def _recipe(model: str | None, recipe: Recipe | None) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +16,7 @@ from moet.cli.engine import engine_options, engine_settings, log_to_stderr
 from moet.cli.eval_table import served_table
 from moet.cli.eval_text import TOKENS, WINDOW, chosen_windows
 from moet.cli.serve import find_pack
-from moet.cli.ui import emit_json, out
+from moet.cli.ui import check_output, emit_json, out
 from moet.cli.windows import WindowBar, vocabulary
 from moet.errors import ConfigError
 from moet.eval.heldout import HeldOut
@@ -25,6 +24,7 @@ from moet.eval.served import ServedRow, compare_served
 from moet.pack import Pack
 from moet.pack.identity import model_of
 from moet.settings import Settings, default_pack_path
+from moet.vllm.machine import machine
 from moet.vllm.precision import fp4_experts
 
 TOP = 64
@@ -103,7 +103,7 @@ def evaluate(
     settings = _settings(precision, option)
     given = settings.pop("pack", None)
     options = engine_options(engine)
-    _check_output(output)
+    check_output(output)
     path = local_checkpoint(model)
     with Checkpoint.open(path) as checkpoint:
         windows = chosen_windows(checkpoint, tokens, text, count, window)
@@ -121,7 +121,7 @@ def evaluate(
     rows = run(path, settings | {"pack": str(opened.path)}, options, windows, top)
     written = [asdict(row) for row in rows]
     if output is not None:
-        write_result(output, written, about)
+        write_result(output, written, machine(options.get("tensor_parallel_size", 1)) | about)
     if as_json:
         emit_json(about | {"rows": written})
     else:
@@ -163,17 +163,6 @@ def _settings(precision: str | None, option: list[str] | None) -> dict[str, Any]
             )
     Settings.parse(settings)
     return settings
-
-
-def _check_output(output: Path | None) -> None:
-    """Hours before it is written."""
-    if output is None:
-        return
-    place = next(path for path in output.absolute().parents if path.exists())
-    if output.is_dir() or not place.is_dir() or not os.access(place, os.W_OK):
-        raise ConfigError(
-            f"--output {output} cannot be written.", "Name a file, in a place of yours."
-        )
 
 
 def _count_fp4(checkpoint: Checkpoint, precision: str, pack: Path) -> int:
