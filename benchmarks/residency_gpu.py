@@ -12,12 +12,12 @@ and, with `--cases stock-fp4`, instead of it:
 The router prefers 19 % of the experts of each layer in 96 % of its choices. A row is one case and
 number of streams: tok_s of decoding alone (two runs of different length, subtracted), gbps of
 expert rows read, by tier too, and predicted_tok_s: the step of all-hbm for that many streams, plus
-what rows in host memory add to a layer's kernel at the bandwidth that PCIe had before (`moet plan`
-reckons so), plus the bytes from disk ÷ the bandwidth that the disk had just before. Rows with
-op "prefill" are prompts of 8,192 tokens, rows with op "memory" what the case took: seconds to come
-to these tiers, and host memory of the worker (the arena, and the most that the process has had so
-far). A row replaces the file's row of the same op, case, streams and layers; the others keep the
-commit that they were measured at.
+what rows in host memory add to a layer's kernel, at the share that it reaches of the bandwidth that
+PCIe had before (`moet plan` reckons so), plus the bytes from disk ÷ the bandwidth that the disk had
+just before. Rows with op "prefill" are prompts of 8,192 tokens, rows with op "memory" what the case
+took: seconds to come to these tiers, and host memory of the worker (the arena, and the most that
+the process has had so far). A row replaces the file's row of the same op, case, streams and layers;
+the others keep the commit that they were measured at.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from moet.formats.layout import Precision
 from moet.pack.dummy import DummyRowSource
 from moet.plan.expert_time import in_place_seconds, kernel_seconds
 from moet.plan.machine import GIB, Machine, host_bandwidth, parse_disk, parse_gpus
+from moet.plan.measured import assumption
 
 PROMPT, SHORT = 16, 8  # tokens
 PREFILL = 8192
@@ -239,7 +240,8 @@ class Bench(Engine):
         routings = streams * self.geometry.top_k
         kernel = kernel_seconds(MACHINE, self.geometry, size, used, routings, "typical")
         absent = (rows["arena"] + rows["disk"]) / layers
-        step += layers * in_place_seconds(kernel, used, absent, size / self.copy_gbps / 1e9)
+        link = self.copy_gbps * 1e9 * assumption("in_place_share").typical
+        step += layers * in_place_seconds(kernel, used, absent, size / link)
         return step + (rows["disk"] * size / self.disk_gbps / 1e9 if rows["disk"] else 0.0)
 
     def memory(self, case: Case, resized: float) -> Row:

@@ -87,3 +87,12 @@ def test_no_secret_goes_into_a_result(
     assert command.startswith("moet bench --api-key")
     assert command.endswith("KEY --streams 2")
     assert "secret" not in command
+
+
+@pytest.mark.parametrize("program", ["/usr/bin/moet", "/site-packages/moet/__main__.py"])
+def test_the_command_is_as_a_user_gives_it(
+    program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [program, "plan", "a model"])
+    write_result(tmp_path / "r.json", [])
+    assert read_result(tmp_path / "r.json")["command"] == "moet plan 'a model'"

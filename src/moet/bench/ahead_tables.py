@@ -54,6 +54,17 @@ AHEAD_TABLES: Tables = {
         ),
         lambda row: "model" in row,
     ),
+    "guessing-h200": Table(
+        "guessing-h200.json",
+        (
+            Column("case", text("case")),
+            Column("streams", number("streams")),
+            Column("tokens/s without", number("tok_s")),
+            Column("with guesses", number("tok_s_guessing")),
+            Column("remote rows a step without", number("remote_rows", 1)),
+            Column("with guesses", number("remote_rows_guessing", 1)),
+        ),
+    ),
     "prediction-worth": Table(
         "prediction.json",
         (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from moet.bench.ahead_tables import AHEAD_TABLES
-from moet.bench.eval_tables import EVAL_TABLES
 from moet.bench.family_tables import FAMILY_TABLES
 from moet.bench.gate_tables import GATE_TABLES
 from moet.bench.kernel_tables import KERNEL_TABLES
@@ -11,6 +10,7 @@ from moet.bench.packing_tables import PACKING_TABLES
 from moet.bench.plan_tables import PLAN_TABLES
 from moet.bench.results import Row
 from moet.bench.routing_tables import ROUTING_TABLES
+from moet.bench.served_tables import SERVED_TABLES
 from moet.bench.tables import Column, Table, Tables, number, text
 from moet.bench.tier_tables import TIER_TABLES
 from moet.settings import Settings
@@ -39,23 +39,9 @@ TABLES: Tables = {
     **AHEAD_TABLES,
     **GATE_TABLES,
     **FAMILY_TABLES,
-    **EVAL_TABLES,
+    **SERVED_TABLES,
     **PACKING_TABLES,
     "settings": settings,
-    "bench-nano-moe": Table(
-        "bench-nano-moe.json",
-        (
-            Column("streams", number("streams")),
-            Column("tokens/s", number("tok_s", 1)),
-            Column("ms a token", number("ms", 1)),
-            Column("p99", number("p99_ms", 1)),
-            Column("first token, ms", number("first_ms")),
-            Column("expert rows, GB/s", number("expert_gbps", 2)),
-            Column("found in the fastest tier", number("hit_rate", 1, 100, " %")),
-            Column("others a step", number("remote_rows", 1)),
-            Column("waited for disk, ms a step", number("waited_ms", 2)),
-        ),
-    ),
     "kernels-cpu": Table(
         "kernels-cpu.json",
         (

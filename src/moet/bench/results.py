@@ -68,7 +68,9 @@ def read_result(path: Path) -> dict[str, Any]:
 def _command() -> str:
     """This process's command line, for a shell, without secrets."""
     program = Path(sys.argv[0])
-    start = "moet" if program.name == "moet" else f"python {os.path.relpath(program)}"
+    start = f"python {os.path.relpath(program)}"
+    if program.name == "moet" or program.parts[-2:] == ("moet", "__main__.py"):
+        start = "moet"
     return " ".join([start, *map(shlex.quote, _without_keys(sys.argv[1:]))])
 
 

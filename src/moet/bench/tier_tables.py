@@ -69,12 +69,6 @@ def _shown(row: Row) -> bool:
 
 
 _LAYERS = 43  # of DeepSeek-V4-Flash
-_GUESSED = "-guess"
-
-
-def _guessed(row: Row) -> bool:
-    """Measured with guesses of the next layer's experts, which are gone."""
-    return bool(row["case"].endswith(_GUESSED))
 
 
 TIER_TABLES: Tables = {
@@ -105,18 +99,7 @@ TIER_TABLES: Tables = {
             Column("rows found in GPU memory", number("hit_rate", 1, 100, " %")),
             Column("others a step", number("remote_rows_per_step", 1)),
         ),
-        lambda row: row["op"] == "decode" and row["layers"] == _LAYERS and not _guessed(row),
-    ),
-    "residency-guess-h200": Table(
-        "residency-h200.json",
-        (
-            Column("case", lambda row: row["case"].removesuffix(_GUESSED)),
-            Column("streams", number("streams")),
-            Column("tokens/s", number("tok_s")),
-            Column("rows found in GPU memory", number("hit_rate", 1, 100, " %")),
-            Column("others a step", number("remote_rows_per_step", 1)),
-        ),
-        lambda row: row["op"] == "decode" and _guessed(row),
+        lambda row: row["op"] == "decode" and row["layers"] == _LAYERS,
     ),
     "residency-prefill-h200": Table(
         "residency-h200.json",
@@ -135,7 +118,7 @@ TIER_TABLES: Tables = {
             Column("arena, GiB", number("arena_gib", 1)),
             Column("most of the worker so far, GiB", number("host_peak_gib", 1)),
         ),
-        lambda row: row["op"] == "memory" and row["layers"] == _LAYERS and not _guessed(row),
+        lambda row: row["op"] == "memory" and row["layers"] == _LAYERS,
     ),
     "residency-stock-h200": Table(
         "residency-h200.json",
