@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from moet.bench.results import Row, write_result
 
 if TYPE_CHECKING:
-    from moet.residency.tiers.simulate import Prediction
+    from moet.residency.tiers.simulate import Simulated
 
 STREAMS = (1, 8)
 PROMPT, ANSWER, WINDOWS = 64, 96, 4  # tokens, tokens, windows of each kind of text
@@ -158,7 +158,7 @@ def simulated(model: str, streams: int, path: Path) -> Iterator[Row]:
         }
 
 
-def shares(found: Prediction) -> Row:
+def shares(found: Simulated) -> Row:
     """Shares of the rows that decode used, by tier, and what moved, a step."""
     from moet.residency.tiers import Tier
 

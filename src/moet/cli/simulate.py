@@ -13,7 +13,7 @@ from moet.residency.metrics import Phase
 from moet.residency.sizing import size_rows
 from moet.residency.tiers.device import Tier
 from moet.residency.tiers.options import TierOptions, TierSizes
-from moet.residency.tiers.simulate import Prediction, simulate
+from moet.residency.tiers.simulate import Simulated, simulate
 from moet.residency.tiers.trace import RoutingTrace
 
 _SIZE = '"19%" of the rows, "12GiB", or a number of rows'
@@ -73,7 +73,7 @@ def _rows(name: str, setting: str, trace: RoutingTrace) -> int:
     return size_rows(setting, name=name, rows=rows, row_bytes=trace.row_bytes)
 
 
-def _record(policy: str, sizes: TierSizes, found: Prediction) -> dict[str, Any]:
+def _record(policy: str, sizes: TierSizes, found: Simulated) -> dict[str, Any]:
     return {
         "policy": policy,
         "slots": sizes.slots,
@@ -90,7 +90,7 @@ def _record(policy: str, sizes: TierSizes, found: Prediction) -> dict[str, Any]:
     }
 
 
-def _table(results: list[tuple[str, TierSizes, Prediction]], row_bytes: int) -> Table:
+def _table(results: list[tuple[str, TierSizes, Simulated]], row_bytes: int) -> Table:
     table = Table(
         caption="share of the rows that decode steps use, and rows a step", box=None, padding=(0, 1)
     )

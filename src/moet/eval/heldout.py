@@ -39,7 +39,7 @@ class HeldOut:
         return self.tokens.reshape(-1, self.tokens.shape[2]).astype(np.int32)
 
 
-def cut_windows(
+def cut_segments(
     stream: NDArray[np.uint16], segments: dict[str, tuple[int, int]], count: int, length: int
 ) -> HeldOut:
     """`count` windows of `length` + 1 tokens from each segment, evenly spaced from its start.

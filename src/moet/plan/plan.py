@@ -20,7 +20,7 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True)
-class Disk:
+class DiskBytes:
     """Bytes on disk: the checkpoint (which also has the FP4 rows where it is FP4), and the pack."""
 
     checkpoint: int
@@ -46,7 +46,7 @@ class Plan:
     workload: Workload
     need: Needs
     placement: Placement
-    disk: Disk
+    disk: DiskBytes
     missing: tuple[str, ...]
     decode: Prediction | None
     prefill: Prediction | None
@@ -158,7 +158,7 @@ def make_plan(
         workload = default_workload(inventory, machine)
     need = needs(inventory, machine, workload)
     placement = place(inventory, machine, workload, need)
-    disk = Disk(inventory.checkpoint_bytes, _pack_bytes(inventory))
+    disk = DiskBytes(inventory.checkpoint_bytes, _pack_bytes(inventory))
     wanted = disk.pack + (0 if files.local else disk.checkpoint)
     lacking = tuple(missing(inventory, machine, workload, need, placement, wanted))
     case = Case(inventory, machine, workload, need, placement)

@@ -15,7 +15,7 @@ from moet.vllm.gate.gate import Gate
 from moet.vllm.opened import OpenedRows, open_rows
 from moet.vllm.phase import longest_decode
 from moet.vllm.pools import all_rows, make_manager, rank_file
-from moet.vllm.progress import Progress
+from moet.vllm.progress import LoadingProgress
 from moet.vllm.rank import RankExperts
 from moet.vllm.runtime import Runtime
 
@@ -56,7 +56,7 @@ def _build(vllm_config: Any, settings: Settings, opened: OpenedRows, verbose: bo
         vllm_config,
         recovery=recovery,
         heat_path=rank_file("heat_file", settings.heat_file),
-        progress=Progress(),
+        progress=LoadingProgress(),
     )
     operator = _operator(settings)
     if verbose:

@@ -26,7 +26,7 @@ from moet.vllm.gpu_tables import codes
 from moet.vllm.opened import OpenedRows
 from moet.vllm.phase import longest_decode
 from moet.vllm.pools import all_rows
-from moet.vllm.progress import Progress
+from moet.vllm.progress import LoadingProgress
 from moet.vllm.tiers import most_layer_rows, owned_rows, size_tiers
 
 _SWITCH_SECONDS = 50e-6
@@ -116,7 +116,7 @@ def build_gpu_runtime(
     # A step that waits for a row waits for the interpreter too: threads keep it for 5 ms otherwise.
     sys.setswitchinterval(_SWITCH_SECONDS)
     tiers.start()
-    progress = Progress()
+    progress = LoadingProgress()
     # A hot set begins empty.
     loaded = set(owned) - set(recovery.values()) if settings.adaptive else owned
     tiers.preload(progress if verbose else None, loaded)

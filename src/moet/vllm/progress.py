@@ -12,7 +12,7 @@ logger = init_logger(f"vllm.{__name__}")  # vLLM shows its own loggers only
 _LOADING_EVERY, _SERVING_EVERY = 10.0, 60.0  # seconds
 
 
-class Progress:
+class LoadingProgress:
     """How far the filling of memory is. Called with (rows done, rows in all)."""
 
     def __init__(self) -> None:

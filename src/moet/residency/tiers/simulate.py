@@ -37,7 +37,7 @@ _KIND = Precision.BASE  # of all rows: the trace knows one kind only
 
 
 @dataclass(frozen=True)
-class Prediction:
+class Simulated:
     """steps: decode steps replayed; steps_local: of these, with all rows in GPU memory. rows: that
     steps used, by phase and tier. promotions, demotions, evictions: as of TierMetrics."""
 
@@ -60,7 +60,7 @@ class Prediction:
 
 def simulate(
     trace: RoutingTrace, sizes: TierSizes, options: TierOptions, warmup: int = 0
-) -> Prediction:
+) -> Simulated:
     """Replays a trace.
 
     Args:
@@ -90,11 +90,11 @@ def simulate(
             manager.poll()
         for phase, routing in trace.replay(warmup):
             device.step(phase, routing, manager)
-        return _prediction(manager.metrics())
+        return _simulated(manager.metrics())
 
 
-def _prediction(now: TierMetrics) -> Prediction:
-    return Prediction(
+def _simulated(now: TierMetrics) -> Simulated:
+    return Simulated(
         steps=now.steps,
         steps_local=now.steps_local,
         rows={(phase, tier): count for (_, phase, tier), count in now.hits.items()},
