@@ -172,6 +172,7 @@ def test_bench_measures_a_server_that_runs(
     assert "secret" not in written["command"]
     machine = httpx.get(f"{server.url}/v1/moet/about", headers=KEY).json()["machine"]
     del machine["date"]  # midnight may lie between
+    assert machine["cores"] == len(os.sched_getaffinity(0))
     assert {key: about[key] for key in machine} == machine
 
 

@@ -18,6 +18,7 @@ from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from moet.vllm.gate.http import attach_gate
 from moet.vllm.guard import guarded
+from moet.vllm.machine import machine
 from moet.vllm.metrics import RanksCollector
 from moet.vllm.resize import attach_resize
 
@@ -51,10 +52,12 @@ class MoetEndpoints:
 
         @router.get(ABOUT_PATH)
         async def about(request: Request) -> dict[str, Any]:
-            """Which rows are served, and with which settings."""
+            """Which rows are served, with which settings, and on which machine."""
             found = await request.app.state.moet_engine.collective_rpc("moet_about")
             first: dict[str, Any] = found[0]
-            return first
+            # Not asked of the workers, which vLLM may bind to some of the cores.
+            on = await asyncio.to_thread(machine, first["tensor_parallel_size"])
+            return first | {"machine": on}
 
         attach_gate(router, GATE_PATH)
         attach_resize(router, RESIZE_PATH)

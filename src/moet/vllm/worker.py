@@ -19,11 +19,8 @@ class MoetWorkerExtension:
 
     def moet_about(self) -> dict[str, Any]:
         """What is served, as JSON: the rows' identity (a pack's digest), moet's settings as they
-        were given, vLLM's limits, and the machine."""
-        from moet.vllm.machine import machine
-
+        were given, and vLLM's limits."""
         config = self.vllm_config
-        ranks = config.parallel_config.tensor_parallel_size
         return {
             "model": config.model_config.model,
             "revision": config.model_config.revision,
@@ -31,8 +28,7 @@ class MoetWorkerExtension:
             "settings": config.additional_config.get("moet", {}),
             "max_num_seqs": config.scheduler_config.max_num_seqs,
             "max_model_len": config.model_config.max_model_len,
-            "tensor_parallel_size": ranks,
-            "machine": machine(ranks),
+            "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
         }
 
     def moet_gate(
