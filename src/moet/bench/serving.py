@@ -15,8 +15,8 @@ _PATHS = ("pack", "heat_file", "routing_trace")  # settings that mean nothing el
 
 
 def check_load(load: Load, about: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a load that the server would queue or refuse. about: as its worker's
-    `moet_about` says."""
+    """Raises ConfigError for a load that the server would queue or refuse. about: what
+    `/v1/moet/about` says."""
     most = about["max_num_seqs"]
     if load.streams > most:
         raise ConfigError(
