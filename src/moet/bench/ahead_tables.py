@@ -64,6 +64,16 @@ AHEAD_TABLES: Tables = {
             Column("remote rows a step without", number("remote_rows", 1)),
             Column("with guesses", number("remote_rows_guessing", 1)),
         ),
+        lambda row: "case" in row,
+    ),
+    "guessing-profile-h200": Table(
+        "guessing-h200.json",
+        (
+            Column("", text("part")),
+            Column("µs without", number("us", 1)),
+            Column("with guesses", number("us_guessing", 1)),
+        ),
+        lambda row: "part" in row,
     ),
     "prediction-worth": Table(
         "prediction.json",
